@@ -12,12 +12,10 @@ import torch
 
 from .._common.calls import alone
 from .._common.errors import SpecError, TreeError
-from .._runtime.joint import Joint
-from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._storage.flat import gather_leaves
-from .checkpoint import same_folder
-from .folder import Claim, partial, sync, write_file
+from .._storage.flat import whole_leaves
+from .checkpoint import saving
+from .folder import sync, write_file
 from .formats.peft import CONFIG, in_file
 from .safetensors_file import create, write_at
 from .stream import check_dtype, none_apart
@@ -63,12 +61,7 @@ def save_adapter(
 
     Example: `fsdp.save_adapter(state, "tuned", model.peft_config["default"])`.
     """
-    run = runtime_of(state.spec.mesh)
-    with Joint(run, "save_adapter") as joint:
-        state.version.lineage.look(state.version.serial)
-        final, token = same_folder(joint, folder)
-        claim = Claim(final, token) if run.rank == 0 else None
-        path = partial(final, token)
+    with saving("save_adapter", state, folder) as (joint, _, _, path, claim):
         named: dict[str, list[str]] = {}  # of each leaf the names in the file: of a tied one several
         for name, home in zip(state.layout.paths, state.layout.source, strict=True):
             named.setdefault(home, []).extend(one for one in (in_file(name, adapter),) if one)
@@ -108,20 +101,16 @@ def save_adapter(
             sync(path)
             claim.appear()
 
-        try:
-            joint(begin, "begin")
-            with state.version.lineage.looking(state):
-                for name, buffer in state.main.items():
-                    wanted = [leaf.path for leaf in state.layout.buckets[name].leaves if named[leaf.path]]
-                    if wanted:
-                        whole = gather_leaves(buffer, dtype)
-                        if run.rank == 0:
-                            for p in wanted:
-                                held |= dict.fromkeys(named[p], whole[p].to("cpu", copy=True).contiguous())
-            joint(write, "tensors")
-        finally:
-            if claim is not None:
-                claim.drop()
+        joint(begin, "begin")
+        with state.version.lineage.looking(state):
+            for name, buffer in state.main.items():
+                wanted = [leaf.path for leaf in state.layout.buckets[name].leaves if named[leaf.path]]
+                if wanted:
+                    whole = whole_leaves(buffer, dtype)
+                    if claim is not None:
+                        for p in wanted:
+                            held |= dict.fromkeys(named[p], whole[p].to("cpu", copy=True).contiguous())
+        joint(write, "tensors")
     return Path(folder)
 
 

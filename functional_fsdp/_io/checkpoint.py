@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,7 +53,7 @@ from .recut import read_recut, recut
 from .template import blank, made_for, with_extras
 from .writer import complete, write_tensors
 
-__all__ = ["latest_checkpoint", "load", "same_folder", "save", "told_of", "with_replicas"]
+__all__ = ["latest_checkpoint", "load", "same_folder", "save", "saving", "told_of", "with_replicas"]
 
 
 def with_replicas(path: Path, state: State, there: Mapping[str, Tensor], allow: Collection[str]) -> dict[str, Tensor]:
@@ -133,20 +133,51 @@ def save(state: State, folder: str | os.PathLike[str], *, max_to_keep: int | Non
 
     Example: `fsdp.save(state, f"checkpoints/step_{n}")`.
     """
-    run = runtime_of(state.spec.mesh)
-    with Joint(run, "save") as joint:
-        state.version.lineage.look(state.version.serial)
-        _write(joint, state, folder, max_to_keep)
+    with saving("save", state, folder) as one:
+        _write(one, state, max_to_keep)
     return Path(folder)
 
 
-def _write(joint: Joint, state: State, folder: str | os.PathLike[str], keep: int | None) -> None:
+class Saving(NamedTuple):
+    """A save under way.
+
+    Attributes:
+        path: of the folder that is written. claim: what the first rank holds it by, which has it appear.
+    """
+
+    joint: Joint
+    final: Path
+    token: str
+    path: Path
+    claim: Claim | None
+
+
+@contextmanager
+def saving(what: str, state: State, folder: str | os.PathLike[str]) -> Iterator[Saving]:
+    """Within, the ranks of a state write a folder together. In the end what has not appeared is removed.
+
+    Raises:
+        CheckpointError: ranks name different folders. If one rank raises, all do.
+
+    Collective: exchanges on the host.
+    """
+    run = runtime_of(state.spec.mesh)
+    with Joint(run, what) as joint:
+        state.version.lineage.look(state.version.serial)
+        final, token = same_folder(joint, folder)
+        claim = Claim(final, token) if run.rank == 0 else None
+        try:
+            yield Saving(joint, final, token, partial(final, token), claim)
+        finally:
+            if claim is not None:
+                claim.drop()
+
+
+def _write(one: Saving, state: State, keep: int | None) -> None:
+    joint, final, token, path, claim = one
     run = joint.run
-    final, token = same_folder(joint, folder)
-    path = partial(final, token)
     parts: list[SavedTensor] = []
     about: dict[str, Any] = {}
-    claim = Claim(final, token) if run.rank == 0 else None
 
     def prepare() -> tuple[str, dict[str, str]]:
         about.update(told_of(joint, state, final, token, keep))
@@ -165,16 +196,12 @@ def _write(joint: Joint, state: State, folder: str | os.PathLike[str], keep: int
         if claim is not None:
             complete(claim, about, [one for some, _ in written for one in some], [n for _, n in written], keep)
 
-    try:
-        plain = plain_names("save", run.ranks, run.rank, joint(prepare, "contents"))
-        named_by = [(part, *(plain[part.name] if part.plain else (part.name, part.writes))) for part in parts]
-        chosen = [part._replace(name=name) for part, name, writes in named_by if writes]
-        joint(begin, "claim")
-        written = joint(write, "tensors")
-        joint(end, "end")
-    finally:
-        if claim is not None:
-            claim.drop()
+    plain = plain_names("save", run.ranks, run.rank, joint(prepare, "contents"))
+    named_by = [(part, *(plain[part.name] if part.plain else (part.name, part.writes))) for part in parts]
+    chosen = [part._replace(name=name) for part, name, writes in named_by if writes]
+    joint(begin, "claim")
+    written = joint(write, "tensors")
+    joint(end, "end")
 
 
 def told_of(joint: Joint, state: State, final: Path, token: str, keep: int | None) -> dict[str, Any]:

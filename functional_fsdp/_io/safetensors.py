@@ -17,13 +17,12 @@ from .._common.calls import alone
 from .._common.errors import SpecError
 from .._common.tree import flatten
 from .._runtime.agree import Topic, agree
-from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._storage.weights import refuse_packed
-from .checkpoint import same_folder
+from .checkpoint import saving
 from .conversions import Conversions, checked, part_of, same_conversions
-from .folder import Claim, check_shared, partial, sync, write_file
+from .folder import check_shared, sync, write_file
 from .parts import parts_of, place_at
 from .pieces import Piece, blocks, pieces
 from .safetensors_file import DTYPES, Entry, create, entries, write_at
@@ -74,12 +73,8 @@ def save_safetensors(
 
     Example: `fsdp.save_safetensors(state, "mixtral-tuned", dtype=torch.bfloat16, convert=fsdp.conversions_of(model))`.
     """
-    run = runtime_of(state.spec.mesh)
-    with Joint(run, "save_safetensors") as joint:
-        state.version.lineage.look(state.version.serial)
-        final, token = same_folder(joint, folder)
-        claim = Claim(final, token) if run.rank == 0 else None
-        path = partial(final, token)
+    with saving("save_safetensors", state, folder) as (joint, _, _, path, claim):
+        run = joint.run
 
         def begin() -> tuple[Plan, list[Topic]]:
             state._resting("save_safetensors")
@@ -103,13 +98,9 @@ def save_safetensors(
             if claim is not None:
                 claim.appear()
 
-        try:
-            plan = agree(joint, "begin", begin)
-            joint(write, "weights")
-            joint(complete, "end")
-        finally:
-            if claim is not None:
-                claim.drop()
+        plan = agree(joint, "begin", begin)
+        joint(write, "weights")
+        joint(complete, "end")
     return Path(folder)
 
 

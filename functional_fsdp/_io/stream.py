@@ -23,7 +23,8 @@ from .._plan.layout import Unit
 from .._plan.route import Replicated
 from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._storage.flat import gather_leaves, leaf_shards
+from .._storage.conversions import part_of
+from .._storage.flat import leaf_shards, whole_leaves
 from .._storage.weights import stored_as, unpacked_leaves
 from .conversions import Conversions, checked
 from .pieces import Piece, blocks, pieces
@@ -91,9 +92,10 @@ def check_dtype(what: str, dtype: Any) -> None:
 
 
 def none_apart(state: State, what: str) -> None:
+    """Refuse leaves of which ranks have others; parts of the same leaf are fine."""
     sizes = runtime_of(state.spec.mesh).sizes
     for bucket in state.layout.buckets.values():
-        own = [*bucket.apart(sizes)]
+        own = [*bucket.unlike(sizes)]
         if own:
             raise SpecError(
                 f"{what}: ranks along {own} have {bucket.leaves[0].path!r} of their own, which has no one value. Save "
@@ -128,7 +130,7 @@ def _gathered(state: State, unit: Unit, dtype: torch.dtype | None) -> Named:
         for bucket in unit.buckets:
             buffer = state.main[bucket.name]
             kind = dtype if dtype is not None and buffer.local.dtype.is_floating_point else None
-            leaves = gather_leaves(buffer, kind)
+            leaves = whole_leaves(buffer, kind)
             if bucket.packed:
                 plain = {path: stored_as(leaf, None) for path, leaf in unpacked_leaves(bucket, leaves).items()}
                 leaves = {
@@ -269,7 +271,8 @@ def _own(state: State) -> Iterator[tuple[str, int, torch.Tensor]]:
     """This rank's part of each leaf, and buffers; of what several ranks hold the first has it."""
     at = runtime_of(state.spec.mesh).coordinate
     for buffer in state.main.values():
-        if not any(placed is Replicated and at[axis] for axis, placed in buffer.states):
+        alike = [axis for axis, placed in buffer.states if placed is Replicated]
+        if not any(at[axis] for axis in (*alike, *buffer.bucket.equal)):
             for leaf, first, local in leaf_shards(buffer):
                 if local.numel():
                     yield leaf.path, first, local
@@ -323,7 +326,13 @@ def delta(
             f"delta: the snapshot is of other leaves: {odd!r} is in {'the state' if odd in own else 'it'} only. Take a "
             "snapshot of a state of the same layout, on each rank."
         )
-    shapes = {leaf.path: leaf.shape for bucket in state.layout.buckets.values() for leaf in bucket.leaves}
+    at = runtime_of(state.spec.mesh).coordinate
+    leaves = {leaf.path: leaf for bucket in state.layout.buckets.values() for leaf in bucket.leaves}
+    mine = {
+        path: part_of(cuts.get(path, path), leaf.whole, leaf.cuts, at) for path, leaf in leaves.items() if leaf.cuts
+    }
+    cuts = {**cuts, **mine}
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
     shapes |= {path: tuple(held.shape) for path, held in zip(*flatten(state.buffers)[:2], strict=True)}
     for path, (first, local) in own.items():
         start, before = since.parts[path]

@@ -23,21 +23,24 @@ from .._common.tree import flatten
 from .._optim.adamw import AdamW
 from .._optim.numbers import at, by_label
 from .._optim_extra.from_torch import FromTorch
-from .._runtime.joint import Joint
-from .._runtime.runtime import runtime_of
+from .._plan.layout import Leaf
+from .._runtime.runtime import Runtime
+from .._spec.cuts import boxes as cut_boxes
 from .._state.state import State
 from .._storage.flat import FlatBuffer, nodes_of
 from .._storage.weights import refuse_packed
-from .checkpoint import same_folder
-from .folder import Claim, check_shared, partial, sync, write_file
+from .checkpoint import saving
+from .folder import check_shared, sync, write_file
 from .manifest import METADATA, file_of
-from .parts import SavedTensor, parts_of
+from .parts import SavedTensor, parts_of, place_at
 from .spans import numel_of
 from .stream import none_apart
 from .writer import Written, write_tensors
 
 __all__ = ["boxes", "save_dcp"]
 
+Shape = tuple[int, ...]
+Placed = tuple[SavedTensor, Shape]  # a box, and where it begins in its leaf
 Names = dict[str, tuple[Any, ...]]  # of each entry the keys under which it lies
 HOST = torch.device("cpu")
 THEIRS = {"mean": "exp_avg", "square": "exp_avg_sq"}
@@ -74,13 +77,9 @@ def save_dcp(
 
     Example: `fsdp.save_dcp(state, "for-fsdp2/step_100")`.
     """
-    run = runtime_of(state.spec.mesh)
-    with Joint(run, "save_dcp") as joint:
-        state.version.lineage.look(state.version.serial)
-        final, token = same_folder(joint, folder)
-        claim = Claim(final, token) if run.rank == 0 else None
-        path = partial(final, token)
-        parts: list[SavedTensor] = []
+    with saving("save_dcp", state, folder) as (joint, _, token, path, claim):
+        run = joint.run
+        parts: list[Placed] = []
 
         def begin() -> None:
             state._resting("save_dcp")
@@ -91,13 +90,16 @@ def save_dcp(
                     "may be '', optimizer None."
                 )
             groups = {} if optimizer is None or state.optimizer is None else _groups(state)
-            parts.extend(_parts(state, model, optimizer if groups else None, run.rank == 0))
+            parts.extend(_parts(state, model, optimizer if groups else None, run))
             if claim is not None:
                 claim.make()
 
         def write() -> Any:
             check_shared("save_dcp", path, run.ranks, run.rank)
-            return write_tensors(path, file_of(run.rank), token, parts)[0] if parts else []
+            if not parts:
+                return []
+            some = write_tensors(path, file_of(run.rank), token, [part for part, _ in parts])[0]
+            return [(one, at, (*part.tensor.shape,)) for one, (part, at) in zip(some, parts, strict=True)]
 
         def complete() -> None:
             if claim is not None:
@@ -106,46 +108,50 @@ def save_dcp(
                 sync(path)
                 claim.appear()
 
-        try:
-            joint(begin, "begin")
-            written = joint(write, "tensors")
-            joint(complete, "end")
-        finally:
-            if claim is not None:
-                claim.drop()
+        joint(begin, "begin")
+        written = joint(write, "tensors")
+        joint(complete, "end")
     return Path(folder)
 
 
-def _parts(state: State, model: str, optimizer: str | None, first: bool) -> Iterator[SavedTensor]:
-    """What this rank writes: each run of a leaf in boxes; of the first rank buffers and counts, too."""
-    for leaf in (leaf for bucket in state.layout.buckets.values() for leaf in bucket.leaves):
-        refuse_packed("save_dcp", leaf)
-    shapes = {leaf.path: leaf.shape for bucket in state.layout.buckets.values() for leaf in bucket.leaves}
-    names = {f"main.{path}": _join(model, path) for path in shapes}
-    sizes_of = {f"main.{path}": shape for path, shape in shapes.items()}
+def _parts(state: State, model: str, optimizer: str | None, run: Runtime) -> Iterator[Placed]:
+    """What this rank writes, and where it begins: each run of a leaf in boxes; of the first rank buffers and counts."""
+    names: dict[str, tuple[str, Leaf]] = {}  # of each part, its name in the files
+    trees = [("main", buffer, "") for buffer in state.main.values()]
     if optimizer is not None:
-        for node in nodes_of(state.opt):
-            if isinstance(node.value, FlatBuffer) and node.path not in ("missed", "step"):
-                slot = THEIRS.get(node.path, node.path)
-                for leaf in node.value.bucket.leaves:  # of its own shape: [] of one number for each leaf
-                    name = f"opt.{node.path}.{leaf.path}"
-                    names[name], sizes_of[name] = f"{optimizer}.state.{leaf.path}.{slot}", leaf.shape
+        trees += [
+            (f"opt.{node.path}", node.value, THEIRS.get(node.path, node.path)) for node in nodes_of(state.opt)
+            if isinstance(node.value, FlatBuffer) and node.path not in ("missed", "step")
+        ]  # fmt: skip
+    for tree, buffer, slot in trees:
+        own = place_at(run, buffer.bucket.apart(run.sizes))
+        twice = buffer.bucket.by_leaf and any(run.coordinate[axis] for axis in buffer.bucket.cut)
+        for leaf in buffer.bucket.leaves:  # of its own shape: [] of one number for each leaf
+            if slot and not twice:
+                names[f"{tree}.{leaf.path}{own}"] = f"{optimizer}.state.{leaf.path}.{slot}", leaf
+            elif not slot:
+                refuse_packed("save_dcp", leaf)
+                names[f"{tree}.{leaf.path}{own}"] = _join(model, leaf.path), leaf
     for part in parts_of(state):
         if part.writes and part.name in names:
-            shape = sizes_of[part.name]
-            flat = part.tensor.detach().reshape(-1)
-            at = part.start
-            for _, sizes in boxes(shape, at, at + flat.numel()):
-                n = numel_of(sizes)
-                box = flat[at - part.start : at - part.start + n].view(sizes)
-                yield SavedTensor(names[part.name], box, shape, at, True)
-                at += n
-    if first:
+            name, leaf = names[part.name]
+            flat, start = part.tensor.detach().reshape(-1), part.start
+            for at, sizes in boxes(leaf.shape, start, start + flat.numel()):
+                box = flat[start - part.start :][: numel_of(sizes)].view(sizes)
+                start += box.numel()
+                for there, here, size in cut_boxes(leaf.whole, leaf.cuts, run.coordinate):
+                    low = [*map(max, at, here)]
+                    high = [min(a + n, b + m) for a, n, b, m in zip(at, sizes, here, size, strict=True)]
+                    if all(a < b or not n for a, b, n in zip(low, high, sizes, strict=True)):
+                        inner = box[tuple(slice(a - i, b - i) for a, b, i in zip(low, high, at, strict=True))]
+                        begins = tuple(a - i + k for a, i, k in zip(low, here, there, strict=True))
+                        yield SavedTensor(name, inner, leaf.whole, 0, True), begins
+    if run.rank == 0:
         for path, held in zip(*flatten(state.buffers)[:2], strict=True):
-            yield SavedTensor(_join(model, path), held, tuple(held.shape), 0, True)
+            yield SavedTensor(_join(model, path), held, tuple(held.shape), 0, True), (0,) * held.ndim
         if optimizer is not None:
             for path, steps in _steps(state).items():
-                yield SavedTensor(f"{optimizer}.state.{path}.step", steps, (), 0, True)
+                yield SavedTensor(f"{optimizer}.state.{path}.step", steps, (), 0, True), ()
 
 
 def _join(prefix: str, name: str) -> str:
@@ -224,8 +230,9 @@ def _groups(state: State) -> dict[str, dict[str, Any]]:
 
 
 def _complete(
-    path: Path, state: State, written: list[Written], model: str, optimizer: str, groups: dict[str, dict[str, Any]]
-) -> None:
+    path: Path, state: State, written: list[tuple[Written, Shape, Shape]], model: str, optimizer: str,
+    groups: dict[str, dict[str, Any]],
+) -> None:  # fmt: skip
     """The first rank's: `.metadata`, and the numbers of groups."""
     from torch.distributed.checkpoint import metadata as dcp
 
@@ -233,8 +240,7 @@ def _complete(
     places: dict[Any, Any] = {}
     chunks: dict[str, list[Any]] = {}
     keys: Names = {}
-    for name, dtype, shape, chunk in sorted(written, key=lambda one: (one.name, one.chunk.start)):
-        offsets, sizes = next(iter(boxes(tuple(shape), chunk.start, chunk.stop)))
+    for (name, dtype, shape, chunk), offsets, sizes in sorted(written, key=lambda one: (one[0].name, one[1])):
         some = chunks.setdefault(name, [])
         index = dcp.MetadataIndex(name, torch.Size(offsets), len(some))
         some.append(dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))

@@ -336,20 +336,26 @@ def gather_leaves(buffer: FlatBuffer, dtype: torch.dtype | None = None) -> dict[
     return leaves_of(bucket, buffer.gather(buffer.local.new_empty(bucket.numel, dtype=dtype or buffer.local.dtype)))
 
 
-def whole_leaves(buffer: FlatBuffer) -> dict[str, torch.Tensor]:
+def whole_leaves(buffer: FlatBuffer, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """As `gather_leaves`, and of leaves that are cut along axes of the model's own the parts of all ranks, joined.
 
-    Collective: one all-gather more for each such axis of a leaf.
+    Collective: one all-gather more for each such axis of a bucket.
     """
-    run, found = runtime_of(buffer.mesh), gather_leaves(buffer)
-    for leaf in buffer.bucket.leaves:
+    bucket = buffer.bucket
+    if not any(leaf.cuts for leaf in bucket.leaves):
+        return gather_leaves(buffer, dtype)
+    run = runtime_of(buffer.mesh)
+    every = buffer.gather(buffer.local.new_empty(bucket.numel, dtype=dtype or buffer.local.dtype))
+    for axis in reversed(bucket.cut):
+        mine, every = every, every.new_empty(run.sizes[axis] * every.numel())
+        run.now(Collective("all_gather", axis, every.numel(), every.dtype, "", "side", bucket.name), every, mine)
+    parts = [leaves_of(bucket, part) for part in every.view(-1, bucket.numel).unbind()]
+    found = {}
+    for leaf in bucket.leaves:
+        some = [part[leaf.path] for part in parts]
         for cut in reversed(leaf.cuts):
-            mine = found[leaf.path].reshape(-1)
-            every = mine.new_empty(cut.ranks * mine.numel())
-            if cut.ranks > 1:
-                hop = Collective("all_gather", cut.axis, every.numel(), every.dtype, "", "side", buffer.bucket.name)
-                run.now(hop, every, mine)
-                found[leaf.path] = join(every.view(cut.ranks, *found[leaf.path].shape).unbind(), cut)
+            some = [join(some[at : at + cut.ranks], cut) for at in range(0, len(some), cut.ranks)]
+        found[leaf.path] = some[0]
     return found
 
 

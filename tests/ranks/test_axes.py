@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import tensor_parallel as cut
+from torch.distributed.checkpoint import load as dcp_load
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch, simulate
@@ -248,6 +250,79 @@ def test_files_are_those_of_the_plain_model(there: Any) -> None:
     one = fsdp.shard(fsdp.functionalize(cut.plain())[0], fsdp.Spec(fsdp.local_mesh()))
     read = fsdp.full_params(fsdp.load_weights(one, opened))
     assert all(torch.equal(read[name], whole[name]) for name in whole)
+
+
+def streamed() -> Any:
+    """Weights as they are streamed, and as deltas of each rank bring them up to date; and the whole ones."""
+    state, model = begun(steps=0)
+    weights = {name: one for _, some in fsdp.stream(state) for name, one in some.items()}
+    first = {name: one.clone() for name, one in weights.items()}
+    since, before = fsdp.snapshot(state), fsdp.full_params(state)
+    state, _ = T.forward_backward(model, cut.loss_fn)(state, cut.batch(0, 0))
+    state = fsdp.step(state)
+    return first, before, fsdp.delta(since, state), fsdp.full_params(state)
+
+
+def test_streams_and_deltas_have_whole_leaves() -> None:
+    with simulate(data=2, tp=2) as ranks:
+        found = by_rank(ranks(streamed))
+    weights, before, _, after = found[0]
+    assert all(torch.equal(weights[name], before[name]) for name in before)
+    for _, _, changed, _ in found:
+        fsdp.apply_delta(weights, changed)
+    assert weights.keys() == after.keys()
+    assert all(torch.equal(weights[name], after[name]) for name in after)
+    assert not any(torch.equal(before[name], after[name]) for name in after)
+    equal = [sum(len(changed.values.get(name, ())) for _, _, changed, _ in found) for name in after]
+    assert equal == [one.numel() for one in after.values()]  # each element once
+
+
+def dcp(folder: str) -> Any:
+    state, _ = begun()
+    fsdp.save_dcp(state, folder)
+    return fsdp.full_params(state), fsdp.optimizer_state(state)
+
+
+def test_dcp_has_whole_leaves(tmp_path: Path) -> None:
+    with simulate(data=2, tp=2) as ranks:
+        whole, moments = by_rank(ranks(dcp, str(tmp_path / "dcp")))[0]
+    read: Any = {
+        "model": {name: torch.full_like(one, -1) for name, one in whole.items()},
+        "optim": {"state": {name: {"exp_avg": torch.full_like(one, -1)} for name, one in whole.items()}},
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is one process
+        dcp_load(read, checkpoint_id=tmp_path / "dcp")
+    assert all(torch.equal(read["model"][name], one) for name, one in whole.items())
+    assert all(torch.equal(read["optim"]["state"][name]["exp_avg"], moments[name]["mean"]) for name in whole)
+
+
+def adapted(folder: str) -> Any:
+    mesh = fsdp.local_mesh()
+    names = [f"base_model.model.up.lora_{k}.default.weight" for k in "AB"]
+    params = {name: torch.randn(6, 4, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(names)}
+    state = fsdp.shard(params, fsdp.Spec(mesh, own={"*lora_B*": ("tp", 0), "*": "tp"}))
+    fsdp.save_adapter(state, folder, {"peft_type": "LORA"})
+    return fsdp.full_params(state)
+
+
+def test_adapters_have_whole_leaves(tmp_path: Path) -> None:
+    with simulate(data=2, tp=2) as ranks:
+        whole = ranks(adapted, str(tmp_path / "adapter")).get()[0]
+    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {name.replace(".weight", ".default.weight"): one.tolist() for name, one in found.items()} == {
+        name: one.tolist() for name, one in whole.items()
+    }
+
+
+def test_whole_leaves_take_one_gather_a_bucket() -> None:
+    with simulate(data=2, tp=2) as ranks:
+        state, _ = ranks(begun, True, 0)
+        ranks.traffic.clear()
+        ranks(fsdp.full_params, state)
+        buckets = [b for b in state.get()[0].layout.buckets.values() if b.cut]
+        assert ranks.traffic.collectives(axis="tp", kind="all_gather") == 4 * len(buckets)
+        assert sum(len(b.leaves) for b in buckets) > len(buckets)
 
 
 def moved() -> tuple[Tree, ...]:

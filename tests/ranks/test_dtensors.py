@@ -163,7 +163,8 @@ def one(what: str) -> Any:
     """Leaves, and how they are sharded."""
     mesh = fsdp.local_mesh()
     tp, x = mesh["tp"], torch.arange(12.0).view(6, 2)
-    w, more = distribute_tensor(x, tp, [Shard(0)]), {}
+    w = distribute_tensor(x, tp, [Shard(0)])
+    more: dict[str, Any] = {}
     if what == "axis":
         w = distribute_tensor(x, DeviceMesh("cpu", tp.mesh, mesh_dim_names=("model",)), [Shard(0)])
     elif what == "ranks":
@@ -185,7 +186,7 @@ def one(what: str) -> Any:
 
 
 REFUSED = {
-    "axis": "the mesh of the spec has no axis 'model'", "ranks": "it lies on the ranks [0, 2], and the mesh",
+    "axis": "the mesh of the spec has no axis 'model'", "ranks": "it lies on the ranks [",
     "partial": "expected Shard or Replicate", "uneven": "5 elements along dim 0 are cut for 2 ranks along 'tp'",
     "rule": "and it is a DTensor that is cut along tp in dim 0", "averaged": "averages over 'data'",
     "different": "ranks have different values", "src": "of which each rank has its part",
@@ -214,7 +215,7 @@ def test_derivatives_that_torch_does_not_have_are_refused() -> None:
     assert "is a DTensor in the model" in second
 
 
-def loss_of(_: Any = None) -> Any:
+def loss_of() -> Any:
     """A loss that is a DTensor, partial along tp."""
     mesh, _, model, state = begun("mlp")
 
@@ -222,12 +223,12 @@ def loss_of(_: Any = None) -> Any:
         return DTensor.from_local(cut.mlp_loss(model, data) / 2, mesh["tp"], [Partial()])
 
     state, loss = T.forward_backward(model, loss_fn)(state, cut.mlp_batch(0, 0))
-    _, right = T.forward_backward(model, cut.mlp_loss)(state, cut.mlp_batch(0, 0))
+    _, right = T.forward_backward(model, cut.mlp_loss)(fsdp.drop_gradients(state), cut.mlp_batch(0, 0))
     return type(loss) is torch.Tensor, loss.item(), right.item()
 
 
 def test_a_loss_that_is_a_dtensor_comes_back_plain() -> None:
     with simulate(data=1, tp=2) as ranks:
-        for plain, loss, right in ranks(loss_of).get():
+        for plain, loss, right in by_rank(ranks(loss_of)):
             assert plain
             assert loss == pytest.approx(right, abs=1e-12)
