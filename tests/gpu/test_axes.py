@@ -10,10 +10,10 @@ import gc
 import warnings
 from typing import Any
 
+import _axes_llama as cut
 import pytest
 import torch
 from gpu.machine import GPUS, own_gpus
-from support import axes_llama as cut
 from support import tensor_parallel as gpt
 
 import functional_fsdp as fsdp
@@ -27,9 +27,11 @@ AXES = {"data": RANKS // 2, "tp": 2}
 SMALL = cut.Config(width=128, heads=8, hidden=256, depth=3, vocab=256, length=64)
 LARGE = cut.Config(width=2048, heads=16, hidden=5632, depth=22, vocab=32000, length=2048, rows=2)  # 1.26 B
 WAYS: dict[str, dict[str, Any]] = {
-    "collective": {}, "debug": {"debug": True}, "graph": {"graph": True}, "units": {"compiled": "units"},
-    "units, graph": {"compiled": "units", "graph": True}, "compiled": {"compiled": "step"},
-    "copy engine": {"transport": "copy_engine"}, "symmetric": {"transport": "symmetric"},
+    "DTensors": {"dtensors": True}, "DTensors, graph": {"dtensors": True, "graph": True},
+    "DTensors, debug": {"dtensors": True, "debug": True}, "collective": {}, "debug": {"debug": True},
+    "graph": {"graph": True}, "units": {"compiled": "units"}, "units, graph": {"compiled": "units", "graph": True},
+    "compiled": {"compiled": "step"}, "copy engine": {"transport": "copy_engine"},
+    "symmetric": {"transport": "symmetric"},
 }  # fmt: skip
 
 
@@ -98,7 +100,7 @@ def test_beside_fsdp2_at_1_2_b() -> None:
     """The same losses, and no more memory. What a step takes is printed."""
     stop_workers()  # see above: theirs may have torch's symmetric memory by another backend
     rows = {"FSDP2 + parallelize_module": launch(large, ("theirs", {}), nprocs=RANKS, timeout=100)}
-    for name in ("collective", "copy engine", "graph"):
+    for name in ("DTensors", "collective", "copy engine", "graph"):
         rows[name] = launch(large, ("ours", WAYS[name]), nprocs=RANKS, timeout=100)
     first = rows["FSDP2 + parallelize_module"]
     slowest = max(one.seconds for one in first)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import tensor_parallel as cut
-from torch.distributed.checkpoint import load as dcp_load
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch, simulate

@@ -1,11 +1,16 @@
-"""A Llama, and two ways to train it on data × tp: this package with `Spec(own=)`, and FSDP2 with `parallelize_module`
-by torchtitan's plan (sequence parallel norms, cut vocabulary). Both compute the same loss on the same batches."""
+"""A Llama, and three ways to train it on data × tp, for benchmark_axes.py. All have the same loss on the same batches.
+
+theirs      FSDP2, and `parallelize_module` by torchtitan's plan (sequence parallel norms, cut vocabulary)
+ours        this package, with `Spec(own=)` and `T.collectives`
+dtensors    this package, of the module that `parallelize_module` has cut by that plan
+"""
 
 from __future__ import annotations
 
 import time
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +26,11 @@ OWN: dict[str, Any] = {
     "*.w3.*": ("tp", 0), "*.w2.*": ("tp", 1), "embed.*": ("tp", 0), "output.*": ("tp", 0),
     "*": fsdp.Along("tp", grads="sum"),
 }  # fmt: skip
+
+
+SUMS = {
+    "*norm*": fsdp.Along("tp", grads="sum")
+}  # of DTensors: norms meet cut sequences, and are added up with the rest
 
 
 class Config(NamedTuple):
@@ -164,23 +174,27 @@ def measured(step: Any, steps: int, device: torch.device) -> Found:
     return Found(losses, late[len(late) // 2], torch.cuda.max_memory_allocated() if cuda else 0)
 
 
-def ours(c: Config, axes: dict[str, int], steps: int, compute: torch.dtype | None = None, **how: Any) -> Found:
+def ours(
+    c: Config, axes: dict[str, int], steps: int, compute: torch.dtype | None = None, dtensors: bool = False, **how: Any
+) -> Found:
     """By this package. how: transport=, graph=True, compiled="units" or "step", debug=True."""
     mesh = fsdp.local_mesh(**axes)
     precision = fsdp.Precision(compute=compute) if compute else fsdp.Precision()
     spec = fsdp.Spec(
-        mesh, own=OWN, precision=precision, transport=how.get("transport", "collective"),
+        mesh, own=SUMS if dtensors else OWN, precision=precision, transport=how.get("transport", "collective"),
         schedule=fsdp.Schedule(debug=how.get("debug", False)),
     )  # fmt: skip
     with torch.device(mesh.device_type):
-        params, model = fsdp.functionalize(make(c, mesh["tp"]), spec)
+        module = cut(make(c), mesh["tp"]) if dtensors else make(c, mesh["tp"])
+    params, model = fsdp.functionalize(module, spec)
     state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-3), buffers=fsdp.buffers(model))
-    del params
+    del params, module
     model = T.compile_units(model, "layers.*") if how.get("compiled") == "units" else model
     forward_backward = T.forward_backward(model, loss_fn)
 
     def train_step(state: fsdp.State, data: Any) -> Any:
-        state, loss = forward_backward(state, data)
+        with in_parallel(dtensors and mesh["tp"].size() > 1):
+            state, loss = forward_backward(state, data)
         return fsdp.step(state), loss
 
     run: Any = train_step
@@ -198,48 +212,64 @@ def ours(c: Config, axes: dict[str, int], steps: int, compute: torch.dtype | Non
     return measured(step, steps, state.count.device)
 
 
-def theirs(c: Config, axes: dict[str, int], steps: int, compute: torch.dtype | None = None) -> Found:
-    """By FSDP2 over "data", and parallelize_module over "tp"."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+dtensors = partial(ours, dtensors=True)
+
+
+def in_parallel(cut: bool) -> Any:
+    """Within, cross entropy is that of logits which are cut."""
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    return loss_parallel() if cut else nullcontext()
+
+
+def cut(model: nn.Module, tp: Any) -> nn.Module:
+    """The model by torchtitan's plan."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         PrepareModuleInput,
         RowwiseParallel,
         SequenceParallel,
-        loss_parallel,
         parallelize_module,
-    )  # fmt: skip
+    )
 
-    warnings.simplefilter("ignore")
-    mesh = fsdp.local_mesh(**axes)
-    device = torch.empty(0, device=mesh.device_type).device
-    with torch.device(mesh.device_type):
-        model = make(c)
-    tp = mesh["tp"]
-    parallelize_module(model, tp, {
+    plan: Any = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)), "norm": SequenceParallel(),
         "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
-    })  # fmt: skip
-    gather = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-    for layer in model.layers:
-        inner = {"input_layouts": (Shard(1), None, None), "desired_input_layouts": (Replicate(), None, None)}
+    }  # fmt: skip
+    parallelize_module(model, tp, plan)
+    gather: Any = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    inner: Any = {"input_layouts": (Shard(1), None, None), "desired_input_layouts": (Replicate(), None, None)}
+    for layer in model.layers:  # type: ignore[union-attr]
         parallelize_module(layer, tp, {
             "norm1": SequenceParallel(), "norm2": SequenceParallel(),
-            "attention": PrepareModuleInput(**inner), "mlp": PrepareModuleInput(**gather),  # type: ignore[arg-type]
+            "attention": PrepareModuleInput(**inner), "mlp": PrepareModuleInput(**gather),
             **{f"attention.{w}": ColwiseParallel() for w in ("wq", "wk", "wv")},
             **{w: RowwiseParallel(output_layouts=Shard(1)) for w in ("attention.wo", "mlp.w2")},
             "mlp.w1": ColwiseParallel(), "mlp.w3": ColwiseParallel(),
         })  # fmt: skip
+    return model
+
+
+def theirs(c: Config, axes: dict[str, int], steps: int, compute: torch.dtype | None = None) -> Found:
+    """By FSDP2 over "data", and parallelize_module over "tp"."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    warnings.simplefilter("ignore")
+    mesh = fsdp.local_mesh(**axes)
+    device = torch.empty(0, device=mesh.device_type).device
+    tp = mesh["tp"]
+    with torch.device(mesh.device_type):
+        model = cut(make(c), tp)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute) if compute else MixedPrecisionPolicy()
-    for layer in model.layers:
+    for layer in model.layers:  # type: ignore[union-attr]
         fully_shard(layer, mesh=mesh["data"], mp_policy=policy)
     fully_shard(model, mesh=mesh["data"], mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device.type == "cuda", weight_decay=0.01)
 
     def step(i: int) -> Any:
         tokens, targets = batch(c, i, mesh.get_local_rank("data"), device)
-        with loss_parallel() if tp.size() > 1 else nullcontext():
+        with in_parallel(tp.size() > 1):
             loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
             loss.backward()
         optimizer.step()

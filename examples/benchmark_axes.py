@@ -1,0 +1,84 @@
+"""Two axes, data × tp: FSDP2 with `parallelize_module` beside this package, of the same Llama on the same batches.
+
+    python examples/benchmark_axes.py                          # CPU, 4 processes: a small one, losses
+    python examples/benchmark_axes.py --full --data 2 --tp 2   # GPUs: 1.26 B in bfloat16, milliseconds and GiB
+    python examples/benchmark_axes.py --full --size 8b --data 4 --tp 2
+
+| row                        | what it is                                                                            |
+|----------------------------|---------------------------------------------------------------------------------------|
+| FSDP2 + parallelize_module | `fully_shard` of each layer and of the model, which torchtitan's plan has cut         |
+| DTensors                   | this package, of the module that the same plan has cut                                |
+| DTensors, graph            | the same, a step as a CUDA graph                                                      |
+| collectives                | this package, of a module that calls `T.collectives`: `Spec(own=)`                    |
+| collectives, graph         | the same, a step as a CUDA graph                                                      |
+
+Rows take turns, `--rounds` times, each in processes that have nothing else on the GPU. Of a row the table has the
+median of the rounds, and in brackets the least and the most; and the most bytes that any rank had allocated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+from typing import Any
+
+import _axes_llama as llama
+import torch
+
+import functional_fsdp as fsdp
+
+SIZES = {
+    "small": llama.Config(),
+    "1b": llama.Config(width=2048, heads=16, hidden=5632, depth=22, vocab=32000, length=2048, rows=2),
+    "8b": llama.Config(width=4096, heads=32, hidden=14336, depth=32, vocab=128256, length=2048, rows=1),
+}
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "FSDP2 + parallelize_module": ("theirs", {}), "DTensors": ("dtensors", {}),
+    "DTensors, graph": ("dtensors", {"graph": True}), "collectives": ("ours", {}),
+    "collectives, graph": ("ours", {"graph": True}),
+}  # fmt: skip
+
+
+def run(row: str, size: str, axes: dict[str, int], steps: int, compute: torch.dtype | None) -> llama.Found:
+    """One row, on this rank."""
+    gc.collect()  # FSDP2's modules go round in circles
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    way, how = ROWS[row]
+    found: llama.Found = getattr(llama, way)(SIZES[size], axes, steps, compute, **how)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="on GPUs, at full size")
+    parser.add_argument("--size", default="1b", choices=["1b", "8b"])
+    parser.add_argument("--data", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12, help="of a row in a round; the first third is not measured")
+    parser.add_argument("--rows", default="", help="those that begin so, by commas; all that can be")
+    args = parser.parse_args()
+    size, axes = args.size if args.full else "small", {"data": args.data, "tp": args.tp}
+    wanted = tuple(args.rows.split(","))
+    rows = [row for row in ROWS if row.startswith(wanted) and (args.full or "graph" not in row)]
+    rounds, steps = (args.rounds, args.steps) if args.full else (1, 3)
+    compute = torch.bfloat16 if args.full else None
+    found: dict[str, list[Any]] = {row: [] for row in rows}
+    for _ in range(rounds):
+        for row in rows:
+            found[row].append(fsdp.launch(run, (row, size, axes, steps, compute), nprocs=args.data * args.tp))
+    print(f"{size}, {axes}, {torch.cuda.get_device_name() if args.full else 'CPU'}, torch {torch.__version__}")
+    print(f"{'':28}{'ms':>9}{'':18}{'GiB':>8}  losses, first and last")
+    for row, some in found.items():
+        times = [max(one.seconds for one in ranks) * 1e3 for ranks in some]
+        peak = max(one.peak for ranks in some for one in ranks) / 2**30
+        around = f"({min(times):.1f} - {max(times):.1f})"
+        losses = some[0][0].losses
+        print(f"{row:28}{statistics.median(times):9.1f} {around:17}{peak:8.2f}  {losses[0]:.4f} {losses[-1]:.4f}")
+
+
+if __name__ == "__main__":
+    main()
