@@ -312,3 +312,11 @@ def test_families_train_beside_fsdp2(tmp_path: Path) -> None:
     for ours, theirs in ((rows[0], rows[1]), (rows[2], rows[3])):
         assert abs(float(ours[2]) - float(theirs[2])) <= 2e-5
         assert 1 < float(ours[2]) < 8
+
+
+@pytest.mark.large
+def test_two_axes_beside_fsdp2_with_parallelize_module() -> None:
+    done = command(sys.executable, EXAMPLES / "benchmark_axes.py", "--data", "1")
+    rows = [line.split() for line in done.stdout.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["FSDP2", "DTensors", "collectives"], done.stderr
+    assert len({tuple(row[-2:]) for row in rows}) == 1  # losses

@@ -43,7 +43,9 @@ def trained(which: str, way: str, steps: int, axes: Any = None, own: Any = None)
         loss, pullback = T.vjp(lambda p: loss_fn(fsdp.bind(model, p), data), w)
         return fsdp.reduce(state, pullback(w, torch.ones_like(loss))[0]), loss
 
-    forward_backward = T.forward_backward(model, loss_fn) if way == "driven" else whole
+    changed = {"remat": T.remat, "units": T.compile_units}.get(way)
+    model_ = model if changed is None else changed(model, "blocks.*")
+    forward_backward = whole if way == "whole" else T.forward_backward(model_, loss_fn)
     seen = []
     for step in range(steps):
         state, numbers = cut.driven(state, forward_backward, [batch(step, mesh.get_local_rank("data"))])
@@ -56,6 +58,8 @@ def trained(which: str, way: str, steps: int, axes: Any = None, own: Any = None)
 ROWS = [
     ("mlp", "driven", {"data": 2, "tp": 2}, None, 20), ("mlp", "whole", {"tp": 2, "data": 1}, None, 3),
     ("llama", "driven", {"data": 2, "tp": 2}, None, 20), ("llama", "driven", {"data": 1, "tp": 2}, SUM, 3),
+    ("mlp", "remat", {"data": 1, "tp": 2}, None, 3),
+    pytest.param("mlp", "units", {"data": 1, "tp": 2}, None, 3, marks=pytest.mark.large),
     pytest.param("mlp", "driven", {"data": 2, "tp": 4}, None, 20, marks=pytest.mark.large),
     pytest.param("llama", "whole", {"data": 2, "tp": 2}, SUM, 20, marks=pytest.mark.large),
 ]  # fmt: skip
