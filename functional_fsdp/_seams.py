@@ -14,7 +14,7 @@ from ._graph.graph import Graph, graph_of, refuse_values
 from ._graph.lower import point_at_second_gathers
 from ._graph.trace import coordinate_of
 from ._host_memory.copy_lane import HostBuffer
-from ._nn.dtensors import full_tensor, local_part
+from ._nn.dtensors import by_rules, full_tensor, local_part
 from ._nn.module import around_bound_calls
 from ._nn.skeleton import changed, refuse_meta
 from ._nn.ties import aliases_of
@@ -41,6 +41,7 @@ __all__ = [
     "aliases_of",
     "around_bound_calls",
     "begin_compiled",
+    "by_rules",
     "changed",
     "coordinate_of",
     "cuda_driver",

@@ -11,15 +11,15 @@ Source: torch's DTensor.from_local, whose gradient has the placements of the for
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from .._common.errors import TreeError
 from .._common.torch_names import func_interpreter
+from .._common.tree import first_match
 
-__all__ = ["Form", "form_of", "full_tensor", "is_dtensor", "local_part"]
+__all__ = ["Form", "by_rules", "form_of", "full_tensor", "is_dtensor", "local_part"]
 
 
 def is_dtensor(t: Any) -> bool:
@@ -67,14 +67,20 @@ class Form(NamedTuple):
         )  # fmt: skip
 
 
-def form_of(t: Any, summed: Sequence[str] = ()) -> Form | None:
-    """Of a DTensor; None of another tensor. `summed`: axes along which gradients of what is equal stay summands."""
+def by_rules(form: Form | None, own: Any, path: str) -> Form | None:
+    """The form of a leaf whose rules, of `Spec.own`, may say that gradients of what is equal are summands."""
+    if form is None:
+        return None
+    summed = [one.axis for one in first_match(own, (path,)) or () if one.grads == "sum"]
+    pairs = zip(form.mesh.mesh_dim_names or (), form.placements, strict=False)
+    return form._replace(summed=tuple(axis for axis, placed in pairs if placed.is_replicate() and axis in summed))
+
+
+def form_of(t: Any) -> Form | None:
+    """Of a DTensor; None of another tensor."""
     if not is_dtensor(t):
         return None
-    names = t.device_mesh.mesh_dim_names or ()
-    equal = tuple(name for name, placed in zip(names, t.placements, strict=False) if placed.is_replicate())
-    kept = tuple(name for name in equal if name in summed)
-    return Form(t.device_mesh, tuple(t.placements), t.shape, t.stride(), local_part(t).shape, kept)
+    return Form(t.device_mesh, tuple(t.placements), t.shape, t.stride(), local_part(t).shape)
 
 
 @torch.no_grad()

@@ -136,7 +136,8 @@ def functionalize(module: M, spec: Any = None) -> tuple[dict[str, torch.Tensor],
 
     Args:
         spec: where leaves are cut along axes of the model's own (`Spec(own=)`): parameters are whole, and the skeleton
-            takes this rank's parts, as `unshard` gives them.
+            takes this rank's parts, as `unshard` gives them. Of parameters that are DTensors it takes parts in any
+            case, and its code sees DTensors.
 
     Returns:
         `{path: parameter}`, the module's own tensors, tied ones at each of their paths; and the skeleton, for `bind`.

@@ -30,9 +30,8 @@ from .._common.calls import outside_inference
 from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.provided import provided
 from .._common.torch_names import NoTorchFunction, pytree
-from .._common.tree import first_match
 from .copies import Copier
-from .dtensors import Form, form_of
+from .dtensors import Form, by_rules, form_of
 from .ties import Tie, aliases_of
 
 __all__ = [
@@ -189,8 +188,7 @@ def skeleton_of(module: M, spec: Any = None) -> M:
         held = skeleton.get_submodule(owner)._parameters
         made_ = held[name] = _placeholder(param, ties.get(aliases.get(path, path)))
         if spec is not None and spec.own and made_.form is not None:
-            summed = [one.axis for one in first_match(spec.own, (path,)) or () if one.grads == "sum"]
-            made_.form = form_of(param, summed) or made_.form
+            made_.form = by_rules(made_.form, spec.own, path)
         elif spec is not None and spec.own:
             made_.part = torch.Size(spec.part_of(path, tuple(param.shape)))
         if id(param) in copier.met and memo[id(param)].place is None:

@@ -227,7 +227,8 @@ def init(
     """Build a model as shards: one unit at a time is made by the module's own initialisers, sliced and dropped.
 
     Args:
-        make: builds the module, as `lambda: GPT(config)`. It runs with fake tensors, which have no memory.
+        make: builds the module, as `lambda: GPT(config)`. It runs with fake tensors, which have no memory. It may call
+            `parallelize_module(..., src_data_rank=None)`, along an axis of the spec's mesh.
         spec, optimizer, local_buffers: as for `shard`.
         seed: decides every bit of the weights, whatever the world size and the placement.
         every_buffer: the state gets the buffers that are not persistent, too; see `buffers`.

@@ -189,7 +189,8 @@ def shard(
     Args:
         params: a pytree of tensors, the same on every rank (the parameters of `functionalize`, or any dicts, lists,
             ...). They are copied, never changed. The same tensor at two paths is tied: stored once, handed out at both.
-        spec: placement, precision, units.
+            DTensors, as `parallelize_module` makes them, on axes of the spec's mesh: each rank gives its part.
+        spec: placement, precision, units. `State.spec` has rules for DTensors besides, as `Spec(own=)` says them.
         optimizer: an `(init, update)` pair, as `adamw(lr=3e-4)`; None for inference.
         buffers: tensors by path that ride along (`State.buffers`): `buffers(module)` for what a module has. Copied.
         local_buffers: patterns of buffers that may differ by rank, `["*"]` for all (see `buffers="local"` of
@@ -212,7 +213,8 @@ def shard(
     Raises:
         TreeError: a leaf that is no plain tensor; ranks whose trees, values or buffers differ, naming the first that
             does.
-        SpecError: whatever is wrong with units, patterns or dtypes; ranks whose settings differ, naming the first.
+        SpecError: whatever is wrong with units, patterns or dtypes; DTensors that are partial, uneven, or on other axes
+        or ranks than the mesh has; ranks whose settings differ, naming the first.
         If one rank raises, all do: the others name it and what it met.
 
     Collective: two exchanges of digests on the host (of lines, where they differ); an all-gather where a placement

@@ -27,7 +27,7 @@ def begun(which: str, axes: Any = None, **more: Any) -> Any:
     mesh = fsdp.local_mesh(**(axes or {}))
     spec = fsdp.Spec(mesh, **more)
     module = cut.MODELS[which][1](mesh["tp"])
-    params, model = fsdp.functionalize(module, spec)
+    params, model = fsdp.functionalize(module)
     return mesh, module, model, fsdp.shard(params, spec, fsdp.adamw(lr=0.01))
 
 
@@ -35,6 +35,8 @@ def trained(which: str, way: str, steps: int, axes: Any = None, own: Any = None)
     """Losses and norms, whole weights, and whether the module is what it was."""
     debug = fsdp.Schedule(debug=True)
     mesh, module, model, state = begun(which, axes, own=own, schedule=debug)
+    if way == "whole":  # which sees no state
+        model = fsdp.functionalize(module, state.spec)[1]
     before = [*module.parameters()], [len(part._forward_pre_hooks) for part in module.modules()]
     loss_fn, batch = cut.MODELS[which][2:]
 
@@ -43,7 +45,7 @@ def trained(which: str, way: str, steps: int, axes: Any = None, own: Any = None)
         loss, pullback = T.vjp(lambda p: loss_fn(fsdp.bind(model, p), data), w)
         return fsdp.reduce(state, pullback(w, torch.ones_like(loss))[0]), loss
 
-    changed = {"remat": T.remat, "units": T.compile_units}.get(way)
+    changed: Any = {"remat": T.remat, "units": T.compile_units}.get(way)
     model_ = model if changed is None else changed(model, "blocks.*")
     forward_backward = whole if way == "whole" else T.forward_backward(model_, loss_fn)
     seen = []
@@ -99,25 +101,29 @@ def went_round(folder: str) -> Any:
     module = fsdp.as_module(model, state)
     losses = [cut.llama_loss(one, cut.llama_batch(1, 0)).item() for one in (plain, module)]
     state = fsdp.load(f"{folder}/state", like=begun("llama")[3])
+    forward_backward = T.forward_backward(model, cut.llama_loss)
+    norms = [T.clip_by_global_norm(forward_backward(state, cut.llama_batch(1, 0))[0], 1.0)[1].item()]
     read = fsdp.full_params(fsdp.load_weights(begun("llama")[3], f"{folder}/weights"))
     state = fsdp.redistribute(state, fsdp.Spec(mesh, fsdp.zero3("data", "tp")))
     moved = fsdp.full_params(state)
     losses.append(T.apply(model, cut.llama_loss)(state, cut.llama_batch(1, 0))[1].item())
+    norms += [T.clip_by_global_norm(forward_backward(state, cut.llama_batch(1, 0))[0], 1.0)[1].item()]
     same = all(torch.equal(one[name], whole[name]) for one in (read, moved) for name in whole)
-    return same, losses, isinstance(module.get_parameter("lm_head.weight"), DTensor), whole
+    return same, losses, norms, isinstance(module.get_parameter("lm_head.weight"), DTensor), whole
 
 
 def test_states_are_saved_read_and_moved_whole(tmp_path: Path) -> None:
     with simulate(data=1, tp=2) as ranks:
         found = by_rank(ranks(went_round, str(tmp_path)))
-        for same, losses, is_dtensor, _ in found:
+        for same, losses, norms, is_dtensor, _ in found:
+            assert norms[0] == pytest.approx(norms[1], abs=1e-9)
             assert same
             assert is_dtensor
             assert losses == pytest.approx([losses[0]] * 3, abs=1e-9)
     params, _ = fsdp.functionalize(cut.llama())
     one = fsdp.load(tmp_path / "state", like=fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.adamw(lr=0.01)))
     read = fsdp.full_params(one)
-    assert all(torch.equal(read[name], whole) for name, whole in found[0][3].items())
+    assert all(torch.equal(read[name], whole) for name, whole in found[0][4].items())
 
 
 def initialised(by_itself: bool) -> Any:

@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, ScheduleError, State, reduce, release, unshard
-from functional_fsdp._seams import Collision, foreign_tracer, torch_private
+from functional_fsdp._seams import Collision, by_rules, foreign_tracer, torch_private
 from functional_fsdp.extend import Session, lineage_of, refuse, skeleton_of
 
 from .._compile.compile_units import Compiler, Options, refuse_around
@@ -149,7 +149,7 @@ class Driver:
         self.places = Places(self, wanted)
         for path, (held, name) in slots.items():
             self.places.at[path].tie = getattr(held[name], "tie", None)
-            self.places.at[path].form = getattr(held[name], "form", None)
+            self.places.at[path].form = by_rules(getattr(held[name], "form", None), state.spec.own, path)
             held[name] = self.places.at[path]
         modules = [self.model.get_submodule(unit_module.path) for unit_module in unit_modules]
         compiled = self.compiler.chosen(modules) if self.compiler else ()
