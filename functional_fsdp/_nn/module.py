@@ -466,8 +466,8 @@ def bind(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Bound:
 
 def _forms(model: nn.Module) -> dict[str, Form]:
     """By path, how weights lie that the module's own code sees as DTensors."""
-    params = model.named_parameters(remove_duplicate=False)
-    return {path: form for path, p in params if (form := form_at(p))}
+    forms = {path: form_at(p) for path, p in model.named_parameters(remove_duplicate=False)}
+    return {path: form for path, form in forms.items() if form is not None}
 
 
 def form_at(placeholder: torch.Tensor) -> Form | None:
