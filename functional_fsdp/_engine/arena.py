@@ -135,7 +135,7 @@ class Arena:
                 memory, address = self.where[unit.name]
                 whole = torch.empty(0, dtype=bucket.gather, device=self.run.device)
                 at = (address + starts[bucket.name]) // bucket.gather.itemsize
-                whole.set_(self.memory[memory], at, (bucket.numel,), (1,))
+                whole.set_(self.memory[memory], at, (bucket.gathered.numel,), (1,))
                 parts.append(self._part(state, bucket, whole))
             else:
                 kept = own_of(state, bucket, self.plan.schedule.debug)

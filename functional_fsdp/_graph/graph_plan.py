@@ -79,9 +79,11 @@ class GraphPlan:
                     f"{bucket.codec}) says of {bucket.leaves[0].path!r}. Compile the units: T.forward_backward(model, "
                     "loss_fn, compile=True), with T.cuda_graph around the step; or leave wire out."
                 )
-            if bucket.in_float8:
+            if bucket.in_float8 or bucket.gather_codec is not None:
+                how = "in float8" if bucket.in_float8 else "in a codec"
+                said = bucket.gather_codec or bucket.gather
                 raise ScheduleError(
-                    f"a step that is compiled whole does not gather in float8, as Precision(gather={bucket.gather}) "
+                    f"a step that is compiled whole does not gather {how}, as Precision(gather={said}) "
                     f"says of {bucket.leaves[0].path!r}. Compile the units: T.forward_backward(model, loss_fn, "
                     "compile=True), with T.cuda_graph around the step; or leave gather out."
                 )

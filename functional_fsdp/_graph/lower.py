@@ -271,6 +271,7 @@ def abstract_state(
             local = torch.empty(bucket.numel // bucket.slices("main"), dtype=bucket.main, device="meta")
             main[name] = FlatBuffer(local, bucket, states_of(bucket, "main"), spec.mesh)
             if keeps_copy(bucket):
+                bucket = bucket.gathered
                 copy = torch.empty(bucket.numel // bucket.slices("weights"), dtype=bucket.gather, device="meta")
                 weights[name] = FlatBuffer(copy, bucket, states_of(bucket, "weights"), spec.mesh)
         scales = {n: no_scales(b, torch.device("meta")) for n, b in layout.buckets.items() if b.in_float8}

@@ -12,6 +12,7 @@ import torch
 from .._spec.codec import Codec, Form
 from .._spec.cuts import Cuts, whole_shape
 from .._spec.placement import Placement
+from .._spec.rows import Rows
 
 __all__ = ["ALIGN", "STAGED", "Bucket", "Leaf", "aligned"]
 
@@ -81,6 +82,7 @@ class Bucket:
         by_leaf: whether it has one number for each leaf, and not the leaf's elements.
         among: whether leaves that are not in `leaves` lie between these.
         codec: in which gradients travel, which are staged in `wire`. feedback: whether what it loses is kept.
+        gather_codec: in which weights are gathered, see `gathered`.
         cut: axes of the model's own along which its leaves are cut: each rank has other elements.
         equal: axes of the model's own along which ranks have the same, and come to the same gradients.
         summed: those of the data axes over which gradients are added up, whatever the others do: axes of the model's
@@ -109,6 +111,7 @@ class Bucket:
     summed: tuple[str, ...] = field(default=(), repr=False)
     codec: Codec | None = field(default=None, repr=False)
     feedback: bool = field(default=False, repr=False)
+    gather_codec: Codec | None = field(default=None, repr=False)
 
     def apart(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """The axes of a mesh along which ranks have leaves, or parts of them, of their own."""
@@ -132,12 +135,30 @@ class Bucket:
 
     def nbytes(self, kind: str) -> int:
         """Bytes a rank of the bucket's shard of this kind."""
-        return self.numel // self.slices(kind) * getattr(self, {"weights": "gather"}.get(kind, kind)).itemsize
+        if kind == "weights":
+            return self.gathered.numel // self.slices(kind) * self.gather.itemsize
+        return self.numel // self.slices(kind) * int(getattr(self, kind).itemsize)
+
+    @cached_property
+    def gathered(self) -> Bucket:
+        """The bucket as its weights are gathered: itself; with a codec for that, one of bytes that is cut alike."""
+        if self.gather_codec is None:
+            return self
+        rows = Rows(self.gather_codec)
+        leaves = []
+        for leaf in self.leaves:
+            form = Form(rows, leaf.shape, self.compute)
+            leaves.append(replace(leaf, shape=(form.nbytes,), offset=rows.bytes_of(leaf.offset), form=form))
+        bits = self.gather
+        return replace(
+            self, leaves=tuple(leaves), numel=rows.bytes_of(self.numel), main=bits, compute=bits, grads=bits,
+            wire=bits, exact=False, codec=None, feedback=False, gather_codec=None,
+        )  # fmt: skip
 
     @cached_property
     def in_float8(self) -> bool:
         """Whether what is gathered are bytes and a scale for each leaf, beside the dtype that compute sees."""
-        return self.gather is not self.compute
+        return self.gather is not self.compute and self.gather_codec is None
 
     def seen_dtype(self, leaf: Leaf) -> torch.dtype:
         """The dtype that compute sees of one of its leaves."""

@@ -36,6 +36,7 @@ from .._spec.codec import Codec, Form
 from .._spec.cuts import cuts_of
 from .._spec.placement import Placement
 from .._spec.precision import LeafPrecision, Precision
+from .._spec.rows import Rows
 from .._spec.spec import Spec
 from .._spec.units import find_units, in_order_of_use, relative_keys
 from .bucket import ALIGN, STAGED, Bucket, Leaf, aligned
@@ -137,6 +138,8 @@ class Layout:
         forms = [(leaf.path, leaf.form) for b in self.buckets.values() for leaf in b.leaves if leaf.form is not None]
         wires = [(name, b.codec, b.feedback) for name, b in self.buckets.items() if b.codec is not None]
         said += (forms, wires) if forms or wires else ()
+        gathers = [(name, b.gather_codec) for name, b in self.buckets.items() if b.gather_codec is not None]
+        said += (gathers,) if gathers else ()
         cuts = [(leaf.path, leaf.cuts) for b in self.buckets.values() for leaf in b.leaves if leaf.cuts]
         own = [(name, b.cut, b.equal, b.summed) for name, b in self.buckets.items() if b.cut or b.equal or b.summed]
         said += (cuts, own) if cuts or own else ()
@@ -253,7 +256,7 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
         kinds: dict[tuple[Any, ...], list[Leaf]] = {}
         for i, key in zip(members, keys, strict=True):
             placement, dtypes, trainable, label, some = kinds_of[i]
-            _refuse_float8(leaves[i], placement, dtypes)
+            _refuse_gather(leaves[i], placement, dtypes)
             if dtypes.codec is not None and not trainable:
                 dtypes = dtypes._replace(codec=None, feedback=False)
             if dtypes.codec is not None:
@@ -262,11 +265,11 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
             if dtypes.packed is not None:  # bytes of all codecs may lie together
                 form = Form(dtypes.packed, leaves[i].shape, dtypes.seen or leaves[i].dtype)
                 dtypes = dtypes._replace(packed=None, seen=None)
-            if some and (form is not None or dtypes.codec is not None):
+            packing = form.codec if form is not None else dtypes.codec or dtypes.gather_codec
+            if some and packing is not None:
                 raise SpecError(
-                    f"Spec(own): {leaves[i].path!r} is {some[0]}, and its precision has the codec "
-                    f"{dtypes.codec if form is None else form.codec}, which does not know of axes of the model's own. "
-                    "Leave one of the two out."
+                    f"Spec(own): {leaves[i].path!r} is {some[0]}, and its precision has the codec {packing}, which "
+                    "does not know of axes of the model's own. Leave one of the two out."
                 )
             placement, along = _own(leaves[i], placement, some, own_axes, axes) if own_axes else (placement, NOWHERE)
             cuts, shape = cuts_of(leaves[i].path, leaves[i].shape, some, axes)
@@ -315,7 +318,8 @@ def _kinds(leaves: Sequence[LeafInfo], spec: Spec, index: PathIndex) -> list[Kin
 
 def _codecs(bucket: Bucket) -> str:
     """What a bucket's bytes are, where they are packed."""
-    return "".join(f" {codec}" for codec in dict.fromkeys(str(leaf.form.codec) for leaf in bucket.leaves if leaf.form))
+    said = "".join(f" {codec}" for codec in dict.fromkeys(str(leaf.form.codec) for leaf in bucket.leaves if leaf.form))
+    return said + f" gather {bucket.gather_codec}" * (bucket.gather_codec is not None)
 
 
 def _resolved(leaf: LeafInfo, precision: Precision, exact: bool) -> LeafPrecision:
@@ -374,12 +378,12 @@ def _own(
     )
 
 
-def _refuse_float8(leaf: LeafInfo, placement: Placement, dtypes: LeafPrecision) -> None:
-    """What cannot be gathered in float8."""
+def _refuse_gather(leaf: LeafInfo, placement: Placement, dtypes: LeafPrecision) -> None:
+    """What cannot be gathered in float8, or in a codec."""
     if dtypes.gather is dtypes.compute:
         return
-    said = f"Precision(gather={dtypes.gather}) of the leaf {leaf.path!r}"
-    if len(leaf.shape) != 2:
+    said = f"Precision(gather={dtypes.gather_codec or dtypes.gather}) of the leaf {leaf.path!r}"
+    if dtypes.gather_codec is None and len(leaf.shape) != 2:
         raise SpecError(
             f"{said}, of shape {leaf.shape}: expected a matrix [n, m], of a linear that multiplies in float8. Name the "
             f"weights of such linears only, or give this leaf a rule before that one, {{{leaf.path!r}: Precision()}}."
@@ -452,6 +456,7 @@ def _bucket(
     for leaf in chosen:
         first.setdefault(leaf.label, len(first))
     cut = ALIGN if dtypes.codec is None else lcm(ALIGN, dtypes.codec.block)  # no block is of two leaves, or two slices
+    cut = cut if dtypes.gather_codec is None else lcm(cut, Rows(dtypes.gather_codec).width)  # and no row
     placed, at = [], 0
     for leaf in sorted(chosen, key=lambda leaf: first[leaf.label]):
         placed.append(replace(leaf, offset=at))
@@ -462,4 +467,5 @@ def _bucket(
         name, unit, tuple(placed), numel, placement, sizes,
         dtypes.main, dtypes.compute, dtypes.grads, dtypes.wire, dtypes.sum == "fp32", share, trainable,
         dtypes.gather, dtypes.copy, False, False, *lies, codec=dtypes.codec, feedback=dtypes.feedback,
+        gather_codec=dtypes.gather_codec,
     )  # fmt: skip

@@ -461,7 +461,7 @@ def make_plan(
 
 def _nbytes(bucket: Bucket) -> int:
     """Bytes of the whole bucket in the dtype in which it is gathered."""
-    return bucket.numel * bucket.gather.itemsize
+    return bucket.gathered.numel * bucket.gather.itemsize
 
 
 def _staged(bucket: Bucket) -> int:

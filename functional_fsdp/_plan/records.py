@@ -58,7 +58,9 @@ def keeps_copy(bucket: Bucket) -> bool:
 
 def copied_alike(bucket: Bucket) -> bool:
     """Whether each rank's part of a compute copy is that of main weights, so that an update alone can renew it."""
-    return keeps_copy(bucket) and _sharded_alike(bucket) and not (bucket.in_float8 or bucket.on_host or bucket.by_leaf)
+    if bucket.in_float8 or bucket.gather_codec is not None or bucket.on_host or bucket.by_leaf:
+        return False
+    return keeps_copy(bucket) and _sharded_alike(bucket)
 
 
 def _sharded_alike(bucket: Bucket) -> bool:
@@ -73,7 +75,7 @@ def stored_states(bucket: Bucket) -> States:
 
 def gathering(bucket: Bucket, states: States, target: States, here: Coordinate, lane: str) -> Route:
     """Weights, in the dtype in which they are gathered."""
-    return route(bucket, states, target, here, How(bucket.gather, bucket.gather, (lane, lane)))
+    return route(bucket.gathered, states, target, here, How(bucket.gather, bucket.gather, (lane, lane)))
 
 
 def reducing(

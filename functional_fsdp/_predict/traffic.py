@@ -109,7 +109,7 @@ class Traffic:
                 main = b.nbytes("main")
                 grads = b.numel // b.slices("main") * b.grads.itemsize
                 found += int(2 * main * (1 + state_bytes)) + grads
-                found += b.numel // b.slices("main") * b.gather.itemsize if keeps_copy(b) else 0
+                found += b.gathered.numel // b.slices("main") * b.gather.itemsize if keeps_copy(b) else 0
         return found
 
     def _through(self, some: Iterable[Collective]) -> int:
@@ -137,5 +137,5 @@ class Traffic:
 
 def _cast(bucket: Bucket) -> int:
     """Bytes of the copy of a rank's own shard into its place."""
-    shard = bucket.numel // bucket.slices("weights")
+    shard = bucket.gathered.numel // bucket.slices("weights")
     return shard * ((bucket.gather if keeps_copy(bucket) else bucket.main).itemsize + bucket.gather.itemsize)

@@ -146,7 +146,7 @@ def moved(state: State, spec: Spec, allow: Collection[str], verb: str = "redistr
         mover.may_leave = True
     if hasattr(state.optimizer, "placed") and not trains:
         opt = state.optimizer.placed(opt)
-    copies = {name: mover.made(bucket, "weights", bucket.gather) for name, bucket in layout.buckets.items()
+    copies = {name: mover.made(bucket.gathered, "weights", bucket.gather) for name, bucket in layout.buckets.items()
               if keeps_copy(bucket)}  # fmt: skip
     scales = {name: no_scales(bucket, mover.run.device) for name, bucket in layout.buckets.items() if bucket.in_float8}
     refresh(main, copies, scales)

@@ -32,6 +32,7 @@ class LeafPrecision(NamedTuple):
     copy: whether shards are kept in the dtype of `gather` beside main weights, which have another one. packed: by which
     codec the leaf is stored and gathered, frozen; then all dtypes but `seen`, which compute sees, are those of bytes.
     codec: in which gradients of the dtype `wire` travel. feedback: whether what that loses is kept for the next step.
+    gather_codec: in which main weights are gathered; then `gather` is the dtype of bytes.
     """
 
     main: torch.dtype
@@ -45,6 +46,7 @@ class LeafPrecision(NamedTuple):
     seen: torch.dtype | None = None
     codec: Codec | None = None
     feedback: bool = False
+    gather_codec: Codec | None = None
 
     def __str__(self) -> str:
         if self.packed is not None:
@@ -53,7 +55,7 @@ class LeafPrecision(NamedTuple):
         if self.codec is not None:
             said[3] = f"wire {self.codec}{' with feedback' * self.feedback}"
         if self.copy:
-            said.insert(2, f"gather {_name(self.gather)}")
+            said.insert(2, f"gather {self.gather_codec or _name(self.gather)}")
         return f"{', '.join(said)}, sum {self.sum}"
 
 
@@ -76,7 +78,10 @@ class Precision:
             gathers cast nothing. The dtype `compute`, which is then named, too: 2 bytes an element of bfloat16, divided
             by the ranks that shard weights. Or torch.float8_e4m3fn or torch.float8_e5m2, for the matrices of linears
             that multiply in float8: a byte an element, with one scale a matrix. Compute sees a `Float8Weight`, whose
-            dtype is `compute`, and so is that of its gradient. None: main weights, cast by each gather.
+            dtype is `compute`, and so is that of its gradient. Or a codec with blocks, as `fsdp.mxfp8`, for leaves of
+            any shape: each rank packs its part of main weights once, after the update, and gathers move the bytes.
+            Compute sees a `PackedWeight` of the dtype `compute`; gradients go to main weights as if it were these
+            (straight through). None: main weights, cast by each gather.
         grads: main gradients, in which reduced gradients are accumulated. None: as `main`. `step` casts them to `main`
             for the optimizer, so fused kernels never see a mix.
         wire: what travels in a reduction: gradients are cast to it once, when they are staged. None: as `compute`. Or a
@@ -96,7 +101,8 @@ class Precision:
 
     Raises:
         SpecError: for float16 (use bfloat16, which needs no loss scaling), for other dtypes than float64, float32 and
-            bfloat16, for a `gather` that is neither float8 nor `compute`, and for `sum="fp32"` of a float64 wire.
+            bfloat16, for a `gather` that is neither float8 nor `compute` nor a codec with blocks, and for `sum="fp32"`
+            of a float64 wire.
 
     >>> print(Precision(compute=torch.bfloat16).resolve(torch.float32))
     main float32, compute bfloat16, grads float32, wire bfloat16, sum native
@@ -108,11 +114,11 @@ class Precision:
     wire: torch.dtype | Codec | Callable[..., Codec] | None = None
     sum: str = "auto"
     inputs: bool = False
-    gather: torch.dtype | None = None
+    gather: torch.dtype | Codec | Callable[..., Codec] | None = None
     feedback: bool = False
 
     def __post_init__(self) -> None:
-        for kind in ("main", "wire"):
+        for kind in ("main", "wire", "gather"):
             made: Any = getattr(self, kind)
             if callable(made):  # as fsdp.nf4, without brackets
                 object.__setattr__(self, kind, made())
@@ -128,12 +134,7 @@ class Precision:
                 )
             if dtype is not None and dtype not in FLOATS:
                 raise SpecError(f"Precision({kind}={dtype}): expected one of {', '.join(map(str, FLOATS))} or None.")
-        if self.gather is not None and self.gather not in FLOAT8S and (self.gather is not self.compute):
-            raise SpecError(
-                f"Precision(gather={self.gather}, compute={self.compute}): expected one of "
-                f"{', '.join(map(str, FLOAT8S))}; or the dtype of compute, named there, too; or None: then gathers "
-                "cast main weights to the dtype of compute."
-            )
+        self._check_gather()
         if self.sum not in ("auto", "native", "fp32"):
             raise SpecError(f"Precision(sum={self.sum!r}): expected 'auto', 'native' or 'fp32'.")
         if not isinstance(self.inputs, bool):
@@ -144,6 +145,21 @@ class Precision:
             raise SpecError(
                 f"Precision(main={self.main}) is of frozen leaves, whose bytes are gathered as they are: they have no "
                 f"gradients. Leave gather={self.gather} and grads={self.grads} out."
+            )
+
+    def _check_gather(self) -> None:
+        """Refuse what cannot be gathered."""
+        if isinstance(self.gather, Codec):
+            if not self.gather.block:
+                raise SpecError(
+                    f"Precision(gather={self.gather}): it packs all of a tensor at once, and each rank has a part. "
+                    "Give a codec with blocks, as fsdp.mxfp8 or fsdp.fp8_block."
+                )
+        elif self.gather is not None and self.gather not in FLOAT8S and self.gather is not self.compute:
+            raise SpecError(
+                f"Precision(gather={self.gather}, compute={self.compute}): expected one of "
+                f"{', '.join(map(str, FLOAT8S))}; or a codec with blocks, as fsdp.mxfp8; or the dtype of compute, "
+                "named there, too; or None: then gathers cast main weights to the dtype of compute."
             )
 
     def _check_wire(self) -> None:
@@ -187,12 +203,15 @@ class Precision:
         if self.sum == "fp32" and wire is torch.float64:
             raise SpecError(_NO_SUM)
         exact = self.sum == "fp32" or (self.sum == "auto" and exact and wire is not torch.float64)
-        gather = self.gather or compute
+        packing = self.gather if isinstance(self.gather, Codec) else None
+        gather = torch.uint8 if packing is not None else _dtype(self.gather) or compute
         copy = self.gather is not None and gather is not main
         exact = exact or codec is not None
         kept = self.feedback and codec is not None
         said = "fp32" if exact else "native"
-        return LeafPrecision(main, compute, self.grads or main, wire, said, gather, copy, codec=codec, feedback=kept)
+        return LeafPrecision(
+            main, compute, self.grads or main, wire, said, gather, copy, None, None, codec, kept, packing
+        )
 
     def stored(self, codec: Codec, leaf: torch.dtype) -> LeafPrecision:
         """The dtypes of a leaf of this dtype that is packed by a codec, and frozen."""
@@ -208,5 +227,6 @@ class Precision:
         wire += " with feedback" * self.feedback
         grads = _name(self.grads) if self.grads else "as main"
         added = "as the transport does" if self.sum == "auto" else self.sum
-        compute += " (inputs too)" * self.inputs + (f", gather {_name(self.gather)}" if self.gather else "")
+        gather = _name(_dtype(self.gather)) if _dtype(self.gather) else str(self.gather)
+        compute += " (inputs too)" * self.inputs + (f", gather {gather}" if self.gather else "")
         return f"main {main}, compute {compute}, grads {grads}, wire {wire}, sum {added}"

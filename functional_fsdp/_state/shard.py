@@ -375,6 +375,7 @@ def build(
 def _empty(bucket: Bucket, kind: str, spec: Spec, device: torch.device) -> FlatBuffer:
     """A bucket's shard of main weights, of zeros (its padding stays so), or of compute copies, which are gathered."""
     make = torch.zeros if kind == "main" else torch.empty
+    bucket = bucket if kind == "main" else bucket.gathered
     dtype = bucket.main if kind == "main" else bucket.gather
     numel = bucket.numel // bucket.slices(kind)
     stays = bucket.on_host if kind == "main" else bucket.copy_on_host

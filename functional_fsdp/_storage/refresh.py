@@ -2,7 +2,8 @@
 
     main [n / ranks of main] ──cast──▶ own part of the copy [n / ranks of weights] ──all-gather──▶ the copy
 
-Those in float8 get a scale for each leaf first (`_float8.scales`).
+Those in float8 get a scale for each leaf first (`_float8.scales`). Those that are gathered by a codec are packed from
+main weights as they are, each rank its part, without a look at others.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from .._common.provided import provided
 from .._plan.layout import Bucket
+from .._spec.rows import Rows
 from .flat import FlatBuffer
 
 __all__ = ["no_scales", "own_part", "refresh"]
@@ -53,6 +55,13 @@ def refresh(
         _rescale([main[name] for name in chosen if name in scales], scales)
     for name in chosen:
         source, kept = main[name], weights[name]
+        if (codec := source.bucket.gather_codec) is not None:
+            part = FlatBuffer(kept.local, kept.bucket, source.states, source.mesh)
+            start, stop = (at - kept.span()[0] for at in part.span())
+            part = part.but(kept.local[start:stop])
+            Rows(codec).pack_into(source.local, part.local)
+            part.redistribute(kept.states, out=kept.local)
+            continue
         own = own_part(source, kept)
         if name in scales:
             _cast_scaled(source, own, scales[name])

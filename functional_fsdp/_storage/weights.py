@@ -150,6 +150,7 @@ def _bytes_of(tensor: Any) -> list[torch.Tensor]:
 
 def lent_leaves(bucket: Bucket, whole: torch.Tensor, scales: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The leaves of a whole bucket by path, as compute sees them; see `leaves_of`."""
+    bucket = bucket.gathered
     views = leaves_of(bucket, whole)
     if bucket.packed:
         return unpacked_leaves(bucket, views)
@@ -198,7 +199,7 @@ def gather(state: Stored, bucket: Bucket, whole: torch.Tensor | None = None, lan
     """Cast the shard into its own place in `whole` (by default a new tensor) and gather in place. All-gather."""
     kept = read(state, bucket)
     if whole is None:
-        whole = kept.local.new_empty(bucket.numel, dtype=bucket.gather)
+        whole = kept.local.new_empty(bucket.gathered.numel, dtype=bucket.gather)
     return kept.gather(whole, lane)
 
 
@@ -230,7 +231,7 @@ class Gathered:
             resident = own_of(state, bucket, debug)
             if resident is None:
                 local = state.main[bucket.name].local
-                resident = self.whole[bucket.name] = local.new_empty(bucket.numel, dtype=bucket.gather)
+                resident = self.whole[bucket.name] = local.new_empty(bucket.gathered.numel, dtype=bucket.gather)
             aliases.append(alias_of(resident))
             views |= lent_leaves(bucket, aliases[-1], state.scales)
         weights = {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True)}

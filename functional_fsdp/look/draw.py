@@ -206,7 +206,15 @@ def _layout(layout: Layout, page: Page) -> None:
 
 def _shape(bucket: Bucket) -> tuple[Any, ...]:
     leaves = tuple((leaf.key, leaf.shape, leaf.offset) for leaf in bucket.leaves)
-    return leaves, bucket.numel, bucket.placement, bucket.main, bucket.compute, bucket.gather, bucket.trainable
+    return (
+        leaves,
+        bucket.numel,
+        bucket.placement,
+        bucket.main,
+        bucket.compute,
+        bucket.gather_codec or bucket.gather,
+        bucket.trainable,
+    )
 
 
 # ---------------------------------------------------------------- uses, and the arena

@@ -167,7 +167,8 @@ def _sum(rows: list[Row]) -> Row:
 def _setting(state: State, run: Runtime) -> str:
     mesh = ", ".join(f"{axis}={size}" for axis, size in run.sizes.items())
     buckets = {
-        f"{b.placement} {b.main} {b.compute} {b.gather} {b.wire} {b.grads}" for b in state.layout.buckets.values()
+        f"{b.placement} {b.main} {b.compute} {b.gather_codec or b.gather} {b.wire} {b.grads}"
+        for b in state.layout.buckets.values()
     }
     return f"mesh {mesh or 'of 1'}; {state.spec.transport}; {run.device.type}; {'; '.join(sorted(buckets))}"
 

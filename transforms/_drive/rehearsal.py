@@ -187,8 +187,8 @@ def weights_of(layout: Layout, device: torch.device) -> dict[str, dict[str, torc
     for unit in layout.units:
         leaves: dict[str, torch.Tensor] = {}
         for b in unit.buckets:
-            for leaf in b.leaves:
-                whole = torch.empty(leaf.shape, dtype=b.compute, device=device)
+            for leaf in b.gathered.leaves:
+                whole = torch.empty(leaf.shape, dtype=b.gathered.compute, device=device)
                 leaves[leaf.path] = whole if leaf.form is None else PackedWeight(whole, leaf.form)
         made[unit.name] = {key: leaves[path] for key, path in zip(unit.keys, unit.paths, strict=True)}
     return made

@@ -1,0 +1,377 @@
+"""Weights that train and are gathered by a codec, beside a plain module with what the packed weights stand for."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from support.problems import mesh_and_placement
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp import transforms as T
+from functional_fsdp._spec.codec import Form
+from functional_fsdp._spec.rows import Rows
+
+Result = tuple[list[float], dict[str, torch.Tensor]]
+CODECS = {"fp8_block": fsdp.fp8_block(), "mxfp8": fsdp.mxfp8(), "int8": fsdp.int8(64), "nf4": fsdp.nf4()}
+STEPS, LR = 3, 0.1
+
+
+class Net(nn.Module):
+    """Matrices whose last blocks are cut, an odd number of elements among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(16, 21)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(21, 33), nn.GELU(), nn.Linear(33, 21)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inp(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return h
+
+
+def made() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(step: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
+
+
+def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(x).float() - x.float().sin().repeat(1, 2)[:, :21]).square().mean()
+    return loss
+
+
+def rules(codec: Any, compute: torch.dtype = torch.bfloat16) -> dict[str, fsdp.Precision]:
+    plain = {"compute": compute, "sum": "fp32"}
+    return {"blocks.*.weight": fsdp.Precision(gather=codec, **plain), "*": fsdp.Precision(**plain)}  # type: ignore[arg-type]
+
+
+def seen(path: str, main: torch.Tensor, codec: str, compute: torch.dtype) -> torch.Tensor:
+    """What compute sees of a main weight."""
+    if path.startswith("blocks.") and path.endswith("weight"):
+        form = Form(CODECS[codec], tuple(main.shape), compute)
+        return form.unpack(form.pack(main))
+    return main.to(compute)
+
+
+@cache
+def reference(codec: str, compute: torch.dtype, ranks: int, alike: bool) -> Result:
+    """A plain module; gradients with respect to what it computes with go to the weights that are kept."""
+    model, losses = made(), []
+    main = {path: p.detach().clone() for path, p in model.named_parameters()}
+    for step in range(STEPS):
+        leaves = {path: seen(path, w, codec, compute).clone().requires_grad_() for path, w in main.items()}
+        each = []
+        for rank in range(ranks):
+            x = batch(step, 0 if alike else rank, compute)
+            loss = loss_fn(lambda x, w=leaves: torch.func.functional_call(model, w, (x,)), x)
+            each.append(torch.autograd.grad(loss, [*leaves.values()]))
+            if rank == 0:
+                losses.append(loss.item())
+        for w, grads in zip(main.values(), zip(*each, strict=True), strict=True):
+            total = grads[0].float()
+            for grad in grads[1:]:
+                total = total + grad.float()
+            w.add_(total / torch.full((), float(ranks)), alpha=-LR)
+    return losses, main
+
+
+def start(preset: str, codec: str, compute: torch.dtype = torch.bfloat16, **spec: Any) -> tuple[fsdp.State, Any]:
+    mesh, placement = mesh_and_placement(preset)
+    params, model = fsdp.functionalize(made())
+    spec = {"precision": rules(CODECS[codec], compute), **spec}
+    return fsdp.shard(params, fsdp.Spec(mesh, placement, **spec), fsdp.sgd(lr=LR)), model
+
+
+def driven(
+    preset: str, codec: str, compute: torch.dtype, alike: bool, compile: Any = False, again: bool = False, **spec: Any
+) -> Result:
+    state, model = start(preset, codec, compute, **spec)
+    forward_backward = T.forward_backward(T.remat(model, "blocks.*") if again else model, loss_fn, compile=compile)
+    losses = []
+    for step in range(STEPS):
+        state, loss = forward_backward(state, batch(step, 0 if alike else dist.get_rank(), compute))
+        state = fsdp.step(state)
+        losses.append(loss.item())
+    return losses, fsdp.full_params(state)
+
+
+def whole(codec: str, by: str) -> Result:
+    """The whole tree, gradients by torch.func or autograd."""
+    state, model = start("zero3", codec)
+    losses = []
+    for step in range(STEPS):
+        state, params = fsdp.unshard(state)
+        assert {path for path, w in params.items() if type(w) is fsdp.PackedWeight} == {
+            path for path in params if path.startswith("blocks.") and path.endswith("weight")
+        }
+
+        x = batch(step, dist.get_rank(), torch.bfloat16)
+
+        def of(params: Any, x: torch.Tensor = x) -> torch.Tensor:
+            return loss_fn(fsdp.bind(model, params), x)
+
+        if by == "torch.func":
+            grads, loss = torch.func.grad_and_value(of)(params)
+        else:
+            leaves = {path: w.detach().requires_grad_() for path, w in params.items()}
+            loss = of(leaves)
+            grads = dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True))
+        assert all(type(g) is torch.Tensor and g.dtype is torch.bfloat16 for g in grads.values())
+        state = fsdp.step(fsdp.reduce(state, grads))
+        losses.append(loss.item())
+    return losses, fsdp.full_params(state)
+
+
+def by_hand(codec: str) -> Result:
+    """Unit by unit."""
+    state, model = start("zero3", codec)
+    losses = []
+
+    def stage(unit: str, x: torch.Tensor) -> Any:
+        part = model.get_submodule(unit)
+
+        def run(w: Any, h: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = fsdp.bind(part, w)(h)
+            if unit == "inp":
+                return out
+            return loss_fn(lambda x: h + out, x) if unit == "blocks.1" else h + out
+
+        return run
+
+    for step in range(STEPS):
+        x = batch(step, dist.get_rank(), torch.bfloat16)
+        h, pullbacks = x, {}
+        for unit in state.units:
+            state, w = fsdp.unshard(state, unit)
+            h, pullbacks[unit] = T.vjp(stage(unit, x), w, h)
+            state = fsdp.release(state, unit)
+        losses.append(h.item())
+        dh = torch.ones_like(h)
+        for unit in reversed(state.units):
+            state, w = fsdp.unshard(state, unit)
+            dw, dh = pullbacks.pop(unit)(w, dh)
+            state = fsdp.reduce(state, dw, unit)
+            state = fsdp.release(state, unit)
+        state = fsdp.step(state)
+    return losses, fsdp.full_params(state)
+
+
+def same(found: list[Result], right: Result) -> None:
+    assert found[0][0] == right[0]
+    for _, params in found:
+        for path, p in right[1].items():
+            assert torch.equal(params[path], p), path
+
+
+@pytest.mark.parametrize(
+    ("codec", "compute"),
+    [("fp8_block", torch.bfloat16), ("mxfp8", torch.bfloat16), ("int8", torch.float32), ("nf4", torch.float32)],
+)
+def test_every_bit_is_that_of_a_plain_module_with_unpacked_weights(codec: str, compute: torch.dtype) -> None:
+    found = launch(driven, ("zero3", codec, compute, False), nprocs=3, simulate=True)
+    same(found, reference(codec, compute, 3, False))
+
+
+@pytest.mark.parametrize("preset", ["zero3", "zero2", "zero1", "ddp", "hsdp", "hfsdp"])
+def test_in_every_strategy(preset: str) -> None:
+    """Ranks have the same data, so that sums along two axes have the same bits."""
+    codec = "mxfp8" if preset in ("zero3", "zero1", "hfsdp") else "fp8_block"
+    found = launch(driven, (preset, codec, torch.bfloat16, True), nprocs=4, simulate=True)
+    same(found, reference(codec, torch.bfloat16, 4, True))
+
+
+WAYS: dict[str, Any] = {
+    "torch.func": lambda codec: whole(codec, "torch.func"),
+    "autograd": lambda codec: whole(codec, "autograd"),
+    "by hand": by_hand,
+    "recomputed": lambda codec: driven("zero3", codec, torch.bfloat16, False, again=True),
+    "poisoned": lambda codec: driven("zero3", codec, torch.bfloat16, False, schedule=fsdp.Schedule(debug=True)),
+    "kept": lambda codec: driven("ddp", codec, torch.bfloat16, False, schedule=fsdp.Schedule(keep="all")),
+}
+
+
+def in_way(way: str) -> Result:
+    return WAYS[way]("mxfp8")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_of_a_step(way: str) -> None:
+    same(launch(in_way, (way,), nprocs=2, simulate=True), reference("mxfp8", torch.bfloat16, 2, False))
+
+
+def transported(transport: str) -> Result:
+    return driven("zero3", "fp8_block", torch.bfloat16, False, transport=transport)
+
+
+def test_copy_engines_move_the_bytes() -> None:
+    same(
+        launch(transported, ("copy_engine",), nprocs=2, simulate=True), reference("fp8_block", torch.bfloat16, 2, False)
+    )
+
+
+def test_compiled_units() -> None:
+    """Unpacking is traced into the unit."""
+    found = [
+        launch(driven, ("zero3", "mxfp8", torch.float32, False, how), nprocs=1)[0]
+        for how in (False, {"backend": "aot_eager"})
+    ]
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+
+
+def test_bytes_of_gathers_and_of_the_arena() -> None:
+    """33 bytes for 32 elements in the place of 64."""
+    leaf = {"w": torch.zeros(256, 512)}
+    half = fsdp.Precision(compute=torch.bfloat16)
+    layouts = [
+        fsdp.make_layout(leaf, fsdp.Spec({"data": 4}, precision=one))
+        for one in (half, fsdp.Precision(compute=torch.bfloat16, gather=fsdp.mxfp8))
+    ]
+    plans = [fsdp.make_plan(layout, fsdp.Schedule()) for layout in layouts]
+    assert plans[0].arena == 2 * 256 * 512
+    assert plans[1].arena == 256 * 512 * 33 // 32
+    assert layouts[1].nbytes("weights") == plans[1].arena // 4
+    assert layouts[0].hash != layouts[1].hash
+    assert "gather mxfp8()" in str(layouts[1])
+    text = "main float32, compute bfloat16, gather mxfp8(), grads float32, wire bfloat16, sum native"
+    assert str(fsdp.Precision(compute=torch.bfloat16, gather=fsdp.mxfp8).resolve(torch.float32)) == text
+    assert "gather mxfp8()" in str(fsdp.Precision(gather=fsdp.mxfp8))
+    for codec in CODECS.values():
+        rows = Rows(codec)
+        assert all(first % 16 == last % 16 == 0 for first, last in rows.places.values())
+        bucket = fsdp.make_layout({"a": torch.zeros(7), "b": torch.zeros(3, 500)}, fsdp.Spec(
+            {"data": 3}, precision=fsdp.Precision(gather=codec), units=["*"])).buckets  # fmt: skip
+        for one in bucket.values():
+            assert all(leaf.offset % rows.width == 0 for leaf in one.leaves)
+            assert one.numel % (3 * rows.width) == 0
+            assert all(leaf.offset % 16 == 0 for leaf in one.gathered.leaves)
+
+
+def test_traffic() -> None:
+    moved = []
+    for precision in (fsdp.Precision(compute=torch.bfloat16), rules(fsdp.mxfp8())["blocks.*.weight"]):
+        with fsdp.simulate(data=4) as world:
+            world(gathered, precision)
+            moved.append(world.traffic.bytes(lane="side"))
+    assert moved[0] == 4 * 2 * (256 * 512 * 3 // 4)
+    assert moved[1] * 64 == moved[0] * 33
+
+
+def gathered(precision: fsdp.Precision) -> None:
+    state = fsdp.shard({"w": torch.ones(256, 512)}, fsdp.Spec(fsdp.local_mesh(), precision=precision), fsdp.sgd(lr=0.1))
+    fsdp.drop_gradients(fsdp.unshard(state)[0])
+
+
+# ---------------------------------------------------------------- states
+
+
+def right(state: fsdp.State) -> bool:
+    """Whether compute sees what main weights are packed to."""
+    want = fsdp.full_params(state)
+    _, found = fsdp.unshard(copy.deepcopy(state))
+    packed = [path for path, w in found.items() if type(w) is fsdp.PackedWeight]
+    assert len(packed) == 4
+    return all(torch.equal(found[path].clone(), seen(path, want[path], "mxfp8", torch.bfloat16)) for path in packed)
+
+
+def everywhere(folder: Path) -> dict[str, bool]:
+    """Wherever main weights are others than before."""
+    found = {}
+    state, model = start("zero3", "mxfp8")
+    found["shard"] = right(state)
+    step = T.forward_backward(model, loss_fn)
+
+    def stepped(state: fsdp.State, i: int, **more: Any) -> fsdp.State:
+        return fsdp.step(step(state, batch(i, dist.get_rank(), torch.bfloat16))[0], **more)
+
+    state = stepped(state, 0)
+    found["step"] = right(state)
+    before = fsdp.full_params(state)
+    state = stepped(state, 1, skip=torch.tensor(True))
+    found["a skipped step"] = right(state) and all(map(torch.equal, before.values(), fsdp.full_params(state).values()))
+    found["copies"] = right(copy.deepcopy(state)) and right(pickle.loads(pickle.dumps(state)))
+    other = fsdp.replace_params(state, {path: 3 * w for path, w in before.items()})
+    found["replace_params"] = right(other) and right(state)
+
+    def halve() -> None:
+        for buffer in other.main.values():
+            buffer.local.mul_(0.3)
+
+    found["change_weights"] = right(fsdp.extend.change_weights(other, "halve()", halve))
+    found["load_weights"] = right(fsdp.load_weights(state, {path: 5 * w for path, w in before.items()}))
+    fsdp.save(state, folder / "a")
+    found["load"] = right(fsdp.load(folder / "a", state.spec, fsdp.sgd(lr=LR)))
+    found["load in int8"] = right(fsdp.load(folder / "a", like=start("ddp", "mxfp8")[0]))
+    plain = fsdp.load(folder / "a", like=start("zero2", "mxfp8", precision=fsdp.Precision())[0])
+    found["load without"] = all(map(torch.equal, before.values(), fsdp.full_params(plain).values()))
+    frozen = fsdp.freeze(copy.deepcopy(state), "blocks.0.*")
+    found["freeze"] = right(frozen)
+    found["frozen, a step"] = right(stepped(frozen, 2))
+    mesh: Any = state.spec.mesh
+    for preset in ("zero1", "ddp", "zero3"):
+        placement = getattr(fsdp, preset)("data")
+        state = fsdp.redistribute(state, fsdp.Spec(mesh, placement, precision=rules(fsdp.mxfp8())))
+        found[f"redistribute, {preset}"] = right(state)
+    plain = fsdp.redistribute(state, fsdp.Spec(mesh, precision=fsdp.Precision()))
+    found["redistribute, plain"] = not plain.weights
+    found["unpacked"] = all(map(torch.equal, before.values(), fsdp.full_params(plain).values()))
+    return found
+
+
+def test_packed_copies_follow_main_weights_wherever_these_change(tmp_path: Path) -> None:
+    for found in launch(everywhere, (tmp_path,), nprocs=2, simulate=True):
+        assert [name for name, well in found.items() if not well] == []
+
+
+def test_the_peak_of_a_step_counts_bytes() -> None:
+    found = []
+    for codec in ("mxfp8", None):
+        spec: dict[str, Any] = {} if codec else {"precision": fsdp.Precision(compute=torch.bfloat16)}
+        state, model = start("zero3", "mxfp8", **spec)
+        memory = T.step_memory(T.forward_backward(model, loss_fn), state, batch(0, 0, torch.bfloat16))
+        found.append(memory.parts)
+    assert found[0]["compute copies"] == sum(b.local.nbytes for b in start("zero3", "mxfp8")[0].weights.values())
+    assert found[0]["arena"] < found[1]["arena"]
+
+
+# ---------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize("codec", [fsdp.int8, fsdp.nf4(nested=True), fsdp.fp8_block(tile=(8, 8))])
+def test_codecs_without_blocks_are_refused(codec: Any) -> None:
+    with pytest.raises(fsdp.SpecError, match="it packs all of a tensor at once, and each rank has a part"):
+        fsdp.Precision(gather=codec)
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    leaf = {"w": torch.zeros(8, 8)}
+    packed = fsdp.Precision(gather=fsdp.mxfp8)
+    far = fsdp.zero3("data", memory_kind="pinned_host")
+    with pytest.raises(fsdp.SpecError, match=re.escape("Precision(gather=mxfp8()) of the leaf 'w': its state lies in")):
+        fsdp.make_layout(leaf, fsdp.Spec({"data": 2}, far, precision=packed))
+    with pytest.raises(fsdp.SpecError, match="has the codec mxfp8"):
+        fsdp.make_layout(leaf, fsdp.Spec({"data": 2, "tensor": 2}, fsdp.zero3("data"), precision=packed,
+                                         own={"w": ("tensor", 0)}))  # fmt: skip
+    state, model = start("zero3", "mxfp8")
+    forward_backward = T.forward_backward(model, loss_fn)
+
+    def step(state: fsdp.State, x: torch.Tensor) -> Any:
+        state, loss = forward_backward(state, x)
+        return fsdp.step(state), loss
+
+    with pytest.raises(fsdp.ScheduleError, match=r"does not gather in a codec, as Precision\(gather=mxfp8\(\)\)"):
+        T.compile(step)(state, batch(0, 0, torch.bfloat16))
