@@ -9,12 +9,12 @@ wire_error     state                        two a leaf, of what gradient wires i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import inf
+from math import inf, prod
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from functional_fsdp import FlatBuffer, ScheduleError, SpecError, State, TreeError, finish_reductions
+from functional_fsdp import FlatBuffer, Partial, ScheduleError, Sharded, SpecError, State, TreeError, finish_reductions
 from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import all_reduce, leaf_shards, over_shards, shards, total
 
@@ -223,7 +223,8 @@ def wire_error(state: State) -> dict[str, WireError]:
     adds. It does not wait for the device, nor consume the state.
 
     Returns:
-        {path: (bias, norm)}, of leaves whose precision has `feedback=True`. All zero before the first step, and where
+        {path: (bias, norm)}, of leaves whose precision has `feedback=True`. Along axes that are not packed a rank's
+        errors are those of the sum over these. All zero before the first step, and where
         there is one rank, which sends nothing.
 
     Raises:
@@ -242,5 +243,16 @@ def wire_error(state: State) -> dict[str, WireError]:
     found = [torch.stack((x.sum(), x.square().sum())) for x in (shard.local.to(torch.float32) for shard in shards)]
     ranks = torch.ones((), dtype=torch.float32, device=state.count.device)
     *sums, count = all_reduce(state, [*found, ranks], "sum", what="wire errors")
-    each = zip(shards, sums, strict=True)
-    return {leaf.path: WireError(one[0] / count / max(leaf.numel, 1), one[1].sqrt()) for (leaf, _, _), one in each}
+    parts = [_held(buffer, state.spec.axes) for buffer in state.residual.values() for _ in buffer.bucket.leaves]
+    each = zip(shards, sums, parts, strict=True)
+    return {
+        leaf.path: WireError(one[0] * cut / count / max(leaf.numel, 1), (one[1] / same).sqrt())
+        for (leaf, _, _), one, (cut, same) in each
+    }
+
+
+def _held(buffer: FlatBuffer, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Among how many ranks a buffer is cut, and how many hold the same."""
+    kinds = {axis: placed for axis, placed in buffer.states if placed is not Partial}
+    cut = prod(sizes[axis] for axis, placed in kinds.items() if placed is Sharded)
+    return cut, prod(sizes[axis] for axis in kinds) // cut

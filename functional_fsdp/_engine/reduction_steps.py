@@ -111,8 +111,9 @@ class ReductionSteps:
                 lane = collectives[0].lane
                 yield lane
             last = out if not (add or self.carrier.inside or far) and i == len(way.steps) - 1 else None
-            if way.codec is not None and i == 0:
-                local = yield from self._packed_sum(kind, collectives, stage, spare, last, way.codec, feedback)
+            if way.codec is not None and i == way.packed:
+                room = spare[way.room :]
+                local = yield from self._packed_sum(kind, collectives, local, room, last, way.codec, feedback)
             elif way.exact and i == 0:
                 local = yield from self._sum(kind, collectives, stage, spare, last)
             elif kind == "scatter":

@@ -378,7 +378,7 @@ class Staging:
                 self._note(bucket, whole)
             stage = torch.empty(bucket.numel, dtype=bucket.wire, device=self.run.device)
             write_leaves(bucket, stage, given)
-            spare = stage.new_empty(bucket.received if way.exact else 0, dtype=torch.uint8)
+            spare = stage.new_empty(bucket.received if way.exact or way.codec else 0, dtype=torch.uint8)
             job = self._into(grads, bucket, way, stage, spare, mesh)
             done = self._submit([job], [way], self.run.lanes.mark())
             self.run.lanes.keep(stage, spare)
@@ -410,9 +410,11 @@ class Staging:
     ) -> Steps:
         if not self.run.lanes.waits_on_host:
             self.run.lanes.wait(self.marks.get("outer"))  # the lane does: what is partial may have ended there
-        dtype = bucket.wire if way.codec is not None else way.collectives[0].dtype if way.collectives else have.dtype
+        dtype = way.collectives[0].dtype if way.collectives else have.dtype
+        if way.packed == 0:  # else bytes
+            dtype = torch.float32 if bucket.codec_axis else bucket.wire
         wire = have.to(dtype, copy=in_host_memory(have)) if way.collectives else have
-        spare = wire.new_empty(bucket.received if way.exact else 0, dtype=torch.uint8)
+        spare = wire.new_empty(bucket.received if way.exact or way.codec else 0, dtype=torch.uint8)
         yield from self.steps.of(way, wire, spare, out, False, None, feedback)
         self.run.lanes.keep(have, wire, spare)
 

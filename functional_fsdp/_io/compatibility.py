@@ -241,9 +241,10 @@ def with_residuals(
 def share_residuals(state: State, left: Iterable[tuple[SavedTensor, torch.Tensor]]) -> None:
     """Errors of other ranks, shared by these: what they add to a step's gradients stays the same."""
     for part, whole in left:
-        before, now = whole.numel() // max(part.tensor.numel(), 1), part.shape[0] // max(part.tensor.numel(), 1)
-        total = whole.view(before, -1).to(torch.float32).sum(dim=0)
-        part.tensor.copy_(total / (before if state.spec.average == "mean" else now))
+        numel = part.shape[0] // part.summands
+        before, at = whole.numel() // max(numel, 1), part.start % max(numel, 1)
+        total = whole.view(before, -1)[:, at : at + part.tensor.numel()].to(torch.float32).sum(dim=0)
+        part.tensor.copy_(total / (before if state.spec.average == "mean" else part.summands))
 
 
 def names_of(state: State, there: Mapping[str, Tensor]) -> dict[str, bool]:

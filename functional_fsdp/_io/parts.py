@@ -23,7 +23,7 @@ import torch
 
 from .._common.checksum import checksum
 from .._common.errors import TreeError
-from .._plan.route import Partial
+from .._plan.route import Partial, Replicated
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
 from .._storage.flat import FlatBuffer, Node, leaf_shards, nodes_of
@@ -48,6 +48,7 @@ class SavedTensor(NamedTuple):
         start: where the run begins, in elements of the leaf.
         writes: whether it is this rank's turn to write it; None of a plain tensor.
         counts: whether it is a number that the optimizer keeps for the leaf, which other states may lack.
+        summands: how many tensors of the leaf's elements it is, end to end, of which this rank holds a part of one.
     """
 
     name: str
@@ -56,6 +57,7 @@ class SavedTensor(NamedTuple):
     start: int = 0
     writes: bool | None = None
     counts: bool = False
+    summands: int = 1
 
     @property
     def plain(self) -> bool:
@@ -122,12 +124,17 @@ def _runs(state: State, tree: str, buffer: FlatBuffer) -> Iterator[SavedTensor]:
 
 
 def _summands(run: Runtime, buffer: FlatBuffer) -> Iterator[SavedTensor]:
-    """What packing has lost on this rank of each leaf: those of all ranks are saved end to end, [ranks · elements]."""
+    """What packing has lost of each leaf, a summand on each rank along some axes: these end to end, [summands ·
+    elements]."""
     bucket = buffer.bucket
-    index, ranks = _number(run, bucket.placement.data)
+    index, count = _number(run, [axis for axis, placed in buffer.states if placed is Partial])
+    first = not any(run.coordinate[axis] for axis, placed in buffer.states if placed is Replicated)
     own = place_at(run, bucket.apart(run.sizes))
-    for leaf, _, local in leaf_shards(buffer):
-        yield SavedTensor(f"residual.{leaf.path}{own}", local, (ranks * leaf.numel,), index * leaf.numel, True)
+    for leaf, at, local in leaf_shards(buffer):
+        if local.numel() or not leaf.numel:
+            start = index * leaf.numel + at
+            whole = (count * leaf.numel,)
+            yield SavedTensor(f"residual.{leaf.path}{own}", local, whole, start, first, summands=count)
 
 
 def _number(run: Runtime, axes: Iterable[str]) -> tuple[int, int]:

@@ -83,6 +83,7 @@ class Bucket:
         among: whether leaves that are not in `leaves` lie between these.
         codec: in which gradients travel, which are staged in `wire`. feedback: whether what it loses is kept.
         gather_codec: in which weights are gathered, see `gathered`.
+        codec_axis: along which axis gradients travel in `codec`; "": along the first, from what is staged.
         cut: axes of the model's own along which its leaves are cut: each rank has other elements.
         equal: axes of the model's own along which ranks have the same, and come to the same gradients.
         summed: those of the data axes over which gradients are added up, whatever the others do: axes of the model's
@@ -112,6 +113,7 @@ class Bucket:
     codec: Codec | None = field(default=None, repr=False)
     feedback: bool = field(default=False, repr=False)
     gather_codec: Codec | None = field(default=None, repr=False)
+    codec_axis: str = field(default="", repr=False)
 
     def apart(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """The axes of a mesh along which ranks have leaves, or parts of them, of their own."""
@@ -203,13 +205,36 @@ class Bucket:
 
     @property
     def received(self) -> int:
-        """Bytes that an exact sum takes beside the staging: what comes in, and the sum if it stays whole."""
-        if not self.exact or prod(self.ranks.values()) == 1:
+        """Bytes that sums take beside the staging: those of `summed_bytes`, and after them those of a packed sum."""
+        return self.summed_bytes + self.packed_bytes
+
+    @property
+    def summed_bytes(self) -> int:
+        """Bytes that an exact sum of what is staged takes: what comes in, and the sum if it stays whole."""
+        if not self.exact or prod(self.ranks.values()) == 1 or (self.codec is not None and not self.codec_axis):
             return 0
-        if self.codec is not None:  # what is sent, and what comes
-            whole = 0 if self.slices("main") > 1 else aligned(self.numel * 4, STAGED)
-            return 2 * aligned(self.wire_bytes(self.numel), STAGED) + whole
         return self.staged + (0 if self.slices("main") > 1 else aligned(self.numel * 4, STAGED))
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that a packed sum takes: what is sent, what comes, and the sum if it stays whole."""
+        ranks = self.ranks[self.codec_axis] if self.codec_axis else prod(self.ranks.values())
+        if self.codec is None or ranks == 1:
+            return 0
+        stays = self.codec_axis not in self.placement.main if self.codec_axis else self.slices("main") == 1
+        whole = aligned(self.owed * 4, STAGED) if stays else 0
+        return 2 * aligned(self.wire_bytes(self.owed), STAGED) + whole
+
+    @cached_property
+    def before_packing(self) -> tuple[str, ...]:
+        """The axes along which gradients have been reduced when they are packed."""
+        hops = self.placement.hops
+        return hops[: hops.index(self.codec_axis)] if self.codec_axis else ()
+
+    @property
+    def owed(self) -> int:
+        """Elements that a rank packs, and of which it keeps what packing loses."""
+        return self.numel // prod(self.ranks[axis] for axis in self.before_packing if axis in self.placement.main)
 
     def wire_bytes(self, numel: int) -> int:
         """Bytes in which so many elements of gradients travel, whole blocks of its codec."""

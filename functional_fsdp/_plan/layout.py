@@ -136,7 +136,7 @@ class Layout:
         """A fingerprint (16 hex digits) of everything that decides which bytes lie where."""
         said: tuple[Any, ...] = (self.paths, self.source, self.units)
         forms = [(leaf.path, leaf.form) for b in self.buckets.values() for leaf in b.leaves if leaf.form is not None]
-        wires = [(name, b.codec, b.feedback) for name, b in self.buckets.items() if b.codec is not None]
+        wires = [_wire(name, b) for name, b in self.buckets.items() if b.codec is not None]
         said += (forms, wires) if forms or wires else ()
         gathers = [(name, b.gather_codec) for name, b in self.buckets.items() if b.gather_codec is not None]
         said += (gathers,) if gathers else ()
@@ -258,9 +258,9 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
             placement, dtypes, trainable, label, some = kinds_of[i]
             _refuse_gather(leaves[i], placement, dtypes)
             if dtypes.codec is not None and not trainable:
-                dtypes = dtypes._replace(codec=None, feedback=False)
+                dtypes = dtypes._replace(codec=None, feedback=False, codec_axis="")
             if dtypes.codec is not None:
-                _refuse_wire(leaves[i], placement, dtypes.codec, spec)
+                _refuse_wire(leaves[i], placement, dtypes, spec)
             form = None
             if dtypes.packed is not None:  # bytes of all codecs may lie together
                 form = Form(dtypes.packed, leaves[i].shape, dtypes.seen or leaves[i].dtype)
@@ -314,6 +314,12 @@ def _kinds(leaves: Sequence[LeafInfo], spec: Spec, index: PathIndex) -> list[Kin
         placement = placement or spec.placement_of(leaf.path, *leaf.aliases)  # which says what there is
         found.append((placement, dtypes[kind], trains, str(label or "default"), own or ()))
     return found
+
+
+def _wire(name: str, bucket: Bucket) -> tuple[Any, ...]:
+    """How gradients of a bucket travel packed, for the layout's hash."""
+    along = (bucket.codec_axis,) if bucket.codec_axis else ()
+    return name, bucket.codec, bucket.feedback, *along
 
 
 def _codecs(bucket: Bucket) -> str:
@@ -395,9 +401,16 @@ def _refuse_gather(leaf: LeafInfo, placement: Placement, dtypes: LeafPrecision) 
         )
 
 
-def _refuse_wire(leaf: LeafInfo, placement: Placement, codec: Codec, spec: Spec) -> None:
+def _refuse_wire(leaf: LeafInfo, placement: Placement, dtypes: LeafPrecision, spec: Spec) -> None:
     """What does not send gradients in few bits."""
-    if spec.transport.name != "collective":
+    codec, axis = dtypes.codec, dtypes.codec_axis
+    if axis and axis not in placement.data:
+        raise SpecError(
+            f"Precision(wire={{{axis!r}: {codec}}}) of the leaf {leaf.path!r}: its gradients are reduced along "
+            f"{', '.join(map(repr, placement.data)) or 'no axis'}. Name one of these, or leave wire out for this leaf."
+        )
+    second = bool(axis) and prod(spec.axes[one] for one in placement.hops[: placement.hops.index(axis)]) > 1
+    if spec.transport.name != "collective" and not (second and spec.transport.name == "copy_engine"):
         raise SpecError(
             f"Precision(wire={codec}) of the leaf {leaf.path!r}: the transport {spec.transport.name!r} does not move "
             "packed gradients. Use Spec(transport='collective')."
@@ -467,5 +480,5 @@ def _bucket(
         name, unit, tuple(placed), numel, placement, sizes,
         dtypes.main, dtypes.compute, dtypes.grads, dtypes.wire, dtypes.sum == "fp32", share, trainable,
         dtypes.gather, dtypes.copy, False, False, *lies, codec=dtypes.codec, feedback=dtypes.feedback,
-        gather_codec=dtypes.gather_codec,
+        gather_codec=dtypes.gather_codec, codec_axis=dtypes.codec_axis,
     )  # fmt: skip

@@ -86,8 +86,9 @@ def reducing(
     fresh = states == partial_states(bucket)
     exact = bucket.exact and fresh  # what has been added up once carries float32
     then = torch.float32 if bucket.exact else bucket.wire
+    packs = bucket.codec is not None and (fresh or bool(bucket.codec_axis))
     wire = bucket.wire if fresh else then
-    how = How(wire, then, ("reduce", "outer"), average, exact, traits.averages, share)
+    how = How(wire, then, ("reduce", "outer"), average, exact, traits.averages, share, packs)
     return route(bucket, states, target, here, how)
 
 

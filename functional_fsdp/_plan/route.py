@@ -36,6 +36,7 @@ __all__ = [
     "States",
     "Step",
     "partial_states",
+    "residual_states",
     "route",
     "states_of",
     "whole_states",
@@ -72,7 +73,8 @@ class How(NamedTuple):
     dtype: of what travels first, and `then` of what follows it. lanes: that of the first, and that of all others.
     op: "mean" or "sum" of what is partial. exact: it is added up in float32, in the order of the ranks. averages:
     whether collectives can average; else they add up, and the result is divided. share: what a mean is divided by,
-    too: how many ranks there are for each that it is taken over.
+    too: how many ranks there are for each that it is taken over. packs: whether what a bucket's codec is for travels
+    packed.
     """
 
     dtype: torch.dtype
@@ -82,6 +84,7 @@ class How(NamedTuple):
     exact: bool = False
     averages: bool = True
     share: int = 1
+    packs: bool = False
 
 
 class Step(NamedTuple):
@@ -101,8 +104,9 @@ class Step(NamedTuple):
 class Route(NamedTuple):
     """The steps, all their collectives in a row, the states at the end, and the elements that a rank then holds.
 
-    sums: whether anything is summed. exact: whether the first step adds up in float32; codec: of what then travels
-    packed. divisor: by what the result has to be divided, as its steps add up only, and a mean is wanted.
+    sums: whether anything is summed. exact: whether the first step adds up in float32. codec: of what travels packed,
+    in the step number `packed` (-1: in none), with bytes beside the staging from `room` on. divisor: by what the
+    result has to be divided, as its steps add up only, and a mean is wanted.
     """
 
     steps: tuple[Step, ...]
@@ -115,6 +119,8 @@ class Route(NamedTuple):
     single: bool
     ends: str
     codec: Codec | None = None
+    packed: int = -1
+    room: int = 0
 
     @property
     def alone(self) -> bool:
@@ -132,6 +138,13 @@ def states_of(bucket: Bucket, kind: str, rest: Axis = Replicated) -> States:
 def whole_states(bucket: Bucket) -> States:
     """Of a bucket that every rank has whole."""
     return tuple((axis, Replicated) for axis in bucket.placement.data)
+
+
+def residual_states(bucket: Bucket) -> States:
+    """Of gradients when they are packed: each rank has a summand along the axes that are still to be reduced."""
+    done, main = bucket.before_packing, bucket.placement.main
+    kinds = {axis: Sharded if axis in main else Replicated for axis in done}
+    return tuple((axis, kinds.get(axis, Partial)) for axis in bucket.placement.data)
 
 
 def partial_states(bucket: Bucket) -> States:
@@ -185,8 +198,15 @@ def _route(steps: list[Step], states: States, size: int, bucket: Bucket, how: Ho
     divisor = prod(bucket.ranks[axis] for axis in added) * (how.share if how.op == "mean" else 1)
     single = len(every) <= 1 and all(one.kind != "all_reduce" for one in every)
     ends = every[-1].lane if every else how.lanes[0]
-    codec = bucket.codec if exact else None
-    return Route(tuple(steps), every, states, size, bool(summed), exact, divisor, single, ends, codec)
+    packs = [_packs(one.collectives[0].axis, bucket, how, i == 0) for i, one in enumerate(steps) if one.collectives]
+    packed = packs.index(True) if True in packs else -1
+    codec, room = (bucket.codec, bucket.summed_bytes) if packed >= 0 else (None, 0)
+    return Route(tuple(steps), every, states, size, bool(summed), exact, divisor, single, ends, codec, packed, room)
+
+
+def _packs(axis: str, bucket: Bucket, how: How, first: bool) -> bool:
+    """Whether a step along this axis moves packed gradients."""
+    return how.packs and bucket.codec is not None and (axis == bucket.codec_axis if bucket.codec_axis else first)
 
 
 def _collectives(kind: str, axis: str, size: int, bucket: Bucket, how: How, first: bool) -> tuple[Collective, ...]:
@@ -198,12 +218,12 @@ def _collectives(kind: str, axis: str, size: int, bucket: Bucket, how: How, firs
         return ()
     if kind == "gather":
         return (Collective("all_gather", axis, size, dtype, "", lane, bucket.name),)
+    if _packs(axis, bucket, how, first):  # bytes, as are those of a sum that stays whole
+        many, few = bucket.wire_bytes(larger), bucket.wire_bytes(size)
+        sent = Collective("all_to_all", axis, many, torch.uint8, wanted, lane, bucket.name)
+        whole = Collective("all_gather", axis, few, torch.uint8, "", lane, bucket.name)
+        return (sent,) if kind == "scatter" else (sent, whole)
     if how.exact and first:
-        if bucket.codec is not None:  # bytes, as are those of a sum that stays whole
-            many, few = bucket.wire_bytes(larger), bucket.wire_bytes(size)
-            sent = Collective("all_to_all", axis, many, torch.uint8, wanted, lane, bucket.name)
-            whole = Collective("all_gather", axis, few, torch.uint8, "", lane, bucket.name)
-            return (sent,) if kind == "scatter" else (sent, whole)
         sent = Collective("all_to_all", axis, larger, dtype, wanted, lane, bucket.name)
         whole = Collective("all_gather", axis, size, how.then, "", lane, bucket.name)
         return (sent,) if kind == "scatter" else (sent, whole)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from .._engine.carrier import resolve_transport
 from .._nn.packed_weight import PackedWeight
 from .._plan.layout import Bucket, Layout, Leaf, LeafInfo
 from .._plan.records import keeps_copy
-from .._plan.route import states_of
+from .._plan.route import Partial, Replicated, partial_states, states_of
 from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import Runtime, runtime_of
@@ -33,7 +34,7 @@ from .._spec.cuts import cut_of
 from .._spec.spec import Spec
 from .._state.shard import given, needs_spec, no_residual
 from .._state.state import State, Version
-from .._storage.flat import FlatBuffer, LeafShard, gather_leaves, leaf_shards, whole_leaves
+from .._storage.flat import FlatBuffer, LeafShard, gather_leaves, leaf_shards, leaves_of, whole_leaves
 from .._storage.refresh import no_scales, refresh
 from .._storage.weights import stored_as
 
@@ -160,15 +161,38 @@ def moved(state: State, spec: Spec, allow: Collection[str], verb: str = "redistr
 
 
 def _residual(state: State, layout: Layout, spec: Spec, run: Runtime) -> Buffers:
-    """What packing has lost of this rank's gradients, where they go by the new layout: ranks stay the same, and so does
-    the sum of their residuals. Of leaves without feedback there it is dropped; of new ones it is zero."""
+    """What packing has lost of gradients, where they go by the new layout: ranks stay the same, and so does what their
+    residuals add to a step's gradients. Of leaves without feedback there it is dropped; of new ones it is zero.
+
+    Collective: where only a second axis is packed an all-gather a bucket, and a reduction a bucket.
+    """
     made = no_residual(layout, spec, run.device)
-    mine = {shard.leaf.path: shard.local for buffer in state.residual.values() for shard in leaf_shards(buffer)}
+    mine: dict[str, torch.Tensor] = {}
+    for buffer in state.residual.values():
+        mine |= _own_summands(buffer, spec.average)
     for buffer in made.values():
-        for leaf, _, local in leaf_shards(buffer):
+        whole = buffer.local
+        if buffer.states != partial_states(buffer.bucket):
+            whole = buffer.local.new_zeros(buffer.bucket.numel, dtype=torch.float32)
+        every = FlatBuffer(whole, buffer.bucket, partial_states(buffer.bucket), spec.mesh)
+        for leaf, _, local in leaf_shards(every):
             if leaf.path in mine:
-                local.copy_(mine[leaf.path])
+                local.copy_(mine[leaf.path].reshape(-1))
+        if whole is not buffer.local:
+            buffer.local.copy_(every.redistribute(buffer.states, average=spec.average).local)
     return made
+
+
+def _own_summands(buffer: FlatBuffer, average: str) -> dict[str, torch.Tensor]:
+    """What this rank's gradients would have to be larger by, leaf by leaf, for a step's gradients to be as much larger
+    as residuals make them."""
+    run, done = runtime_of(buffer.mesh), [axis for axis, placed in buffer.states if placed is not Partial]
+    whole = buffer.redistribute(tuple((axis, Replicated) for axis in buffer.sharded()))
+    if done:  # it counts once
+        count = prod(run.sizes[axis] for axis in done) if average == "mean" else 1
+        first = not any(run.coordinate[axis] for axis in done)
+        whole = whole.but(whole.local * count if first else torch.zeros_like(whole.local))
+    return leaves_of(buffer.bucket, whole.local)
 
 
 def leaf_infos(layout: Layout, spec: Spec) -> list[LeafInfo]:

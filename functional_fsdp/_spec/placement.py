@@ -111,6 +111,12 @@ class Placement:
             order += [a for a in reversed(axes) if a not in order]
         return tuple(order)
 
+    @cached_property
+    def hops(self) -> tuple[str, ...]:
+        """The axes along which gradients are reduced, in order: those that shard main weights first."""
+        order = [axis for axis in self.order if axis in self.main]
+        return (*order, *(axis for axis in self.data if axis not in order))
+
     def __fsdp_settings__(self) -> dict[str, object]:
         return {kind: getattr(self, kind) for kind in ("weights", "grads", "main", "data", "memory_kind")}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,13 +26,24 @@ def _name(dtype: torch.dtype | None) -> str:
     return "-" if dtype is None else str(dtype).removeprefix("torch.")
 
 
+class _Along(NamedTuple):
+    """A codec for what travels along one axis of the mesh."""
+
+    axis: str
+    codec: Codec
+
+    def __str__(self) -> str:
+        return f"{self.codec} over {self.axis}"
+
+
 class LeafPrecision(NamedTuple):
     """The dtype of each stage of one leaf, and where its gradients are summed: "native" or "fp32".
 
     copy: whether shards are kept in the dtype of `gather` beside main weights, which have another one. packed: by which
     codec the leaf is stored and gathered, frozen; then all dtypes but `seen`, which compute sees, are those of bytes.
     codec: in which gradients of the dtype `wire` travel. feedback: whether what that loses is kept for the next step.
-    gather_codec: in which main weights are gathered; then `gather` is the dtype of bytes.
+    gather_codec: in which main weights are gathered; then `gather` is the dtype of bytes. codec_axis: along which axis
+    of the mesh gradients travel in the codec; "": along the first.
     """
 
     main: torch.dtype
@@ -47,13 +58,15 @@ class LeafPrecision(NamedTuple):
     codec: Codec | None = None
     feedback: bool = False
     gather_codec: Codec | None = None
+    codec_axis: str = ""
 
     def __str__(self) -> str:
         if self.packed is not None:
             return f"main {self.packed}, compute {_name(self.seen)}, frozen"
         said = [f"{kind} {_name(getattr(self, kind))}" for kind in ("main", "compute", "grads", "wire")]
         if self.codec is not None:
-            said[3] = f"wire {self.codec}{' with feedback' * self.feedback}"
+            packed = f"{self.codec}{' with feedback' * self.feedback}"
+            said[3] = f"{said[3]}, over {self.codec_axis} {packed}" if self.codec_axis else f"wire {packed}"
         if self.copy:
             said.insert(2, f"gather {self.gather_codec or _name(self.gather)}")
         return f"{', '.join(said)}, sum {self.sum}"
@@ -87,14 +100,17 @@ class Precision:
         wire: what travels in a reduction: gradients are cast to it once, when they are staged. None: as `compute`. Or a
             codec with blocks, as `fsdp.fp8_block`: gradients are staged in `compute`, packed, and sent by blocks; each
             rank adds up its part in float32 in the order of ranks. A sum that stays whole on each rank is packed again.
+            Or a mapping of one axis of the mesh to such a codec, as `{"replica": fsdp.fp8_block}`: what travels along
+            that axis is packed, and along others it is as without.
         sum: where a reduction is added up. "native": by the backend, in the wire's dtype and its own order. "fp32":
             each rank gets the summands of its part (an all-to-all) and adds them up in float32 in the order of the
             ranks, ((r0 + r1) + r2) + ..., the same bits in every run; further axes carry float32. What a rank gets
             takes as many bytes as the staging once more. "auto": "fp32" where the transport adds up itself, as
             copy_engine does, else "native".
         feedback: with a codec for `wire`: what packing loses of a gradient is added to the next one (error feedback,
-            Seide et al., 2014). It takes as many elements of the dtype `compute` as the leaf has, on each rank,
-            whatever the strategy, in `State.residual`; and as many again in a step.
+            Seide et al., 2014). It takes as many elements of the dtype `compute` as a rank packs, in `State.residual`:
+            those of the whole leaf, whatever the strategy, but along a second axis only those of its shard. And as
+            many again in a step.
         inputs: cast floating inputs of a driven model's parts to the dtype that they compute in, as FSDP2 does.
 
     Integer and boolean leaves keep their dtype throughout.
@@ -111,7 +127,7 @@ class Precision:
     main: torch.dtype | Codec | Callable[..., Codec] | None = None
     compute: torch.dtype | None = None
     grads: torch.dtype | None = None
-    wire: torch.dtype | Codec | Callable[..., Codec] | None = None
+    wire: torch.dtype | Codec | Callable[..., Codec] | Mapping[str, Codec | Callable[..., Codec]] | None = None
     sum: str = "auto"
     inputs: bool = False
     gather: torch.dtype | Codec | Callable[..., Codec] | None = None
@@ -122,10 +138,12 @@ class Precision:
             made: Any = getattr(self, kind)
             if callable(made):  # as fsdp.nf4, without brackets
                 object.__setattr__(self, kind, made())
+        if isinstance(self.wire, Mapping):
+            object.__setattr__(self, "wire", _Along(*self._along(self.wire)))
         self._check_wire()
         for kind in ("main", "compute", "grads", "wire"):
             dtype = getattr(self, kind)
-            if kind in ("main", "wire") and isinstance(dtype, Codec):
+            if kind in ("main", "wire") and isinstance(dtype, Codec | _Along):
                 continue
             if dtype is torch.float16:
                 raise SpecError(
@@ -162,23 +180,35 @@ class Precision:
                 "named there, too; or None: then gathers cast main weights to the dtype of compute."
             )
 
+    @staticmethod
+    def _along(wire: Mapping[str, Any]) -> tuple[str, Codec]:
+        """The axis of a mapping, and its codec."""
+        each = [(axis, made() if callable(made) else made) for axis, made in wire.items()]
+        if len(each) != 1 or not isinstance(each[0][0], str) or not isinstance(each[0][1], Codec):
+            raise SpecError(
+                f"Precision(wire={dict(wire)}): expected one axis of the mesh and a codec, as "
+                "{'replica': fsdp.fp8_block}. What travels along other axes has the dtype compute."
+            )
+        return each[0]
+
     def _check_wire(self) -> None:
         """Refuse what cannot travel in few bits."""
         if not isinstance(self.feedback, bool):
             raise SpecError(f"Precision(feedback={self.feedback!r}): expected True or False.")
-        if not isinstance(self.wire, Codec):
+        codec = self.wire.codec if isinstance(self.wire, _Along) else self.wire
+        if not isinstance(codec, Codec):
             if self.feedback:
                 raise SpecError(
                     f"Precision(wire={self.wire}, feedback=True): feedback is of wires in a codec, whose errors it "
                     "keeps for the next step. Give one, as wire=fsdp.fp8_block, or leave feedback out."
                 )
             return
-        if not self.wire.block:
+        if not codec.block:
             raise SpecError(
                 f"Precision(wire={self.wire}): it packs all of a tensor at once, and ranks are sent parts. Give a "
                 "codec with blocks, as fsdp.fp8_block or fsdp.int8(64)."
             )
-        if self.sum == "native":
+        if self.sum == "native" and isinstance(self.wire, Codec):
             raise SpecError(
                 f"Precision(wire={self.wire}, sum='native'): backends do not add up packed numbers. Leave sum out: "
                 "they are added up in float32, in the order of ranks."
@@ -193,7 +223,8 @@ class Precision:
         own = _dtype(self.main)
         main = own or torch.promote_types(leaf, torch.float32)
         compute = self.compute or own or leaf
-        codec = self.wire if isinstance(self.wire, Codec) else None
+        axis, codec = self.wire if isinstance(self.wire, _Along) else ("", self.wire)
+        codec = codec if isinstance(codec, Codec) else None
         wire = _dtype(self.wire) or compute
         if codec is not None and wire is torch.float64:
             raise SpecError(
@@ -206,11 +237,11 @@ class Precision:
         packing = self.gather if isinstance(self.gather, Codec) else None
         gather = torch.uint8 if packing is not None else _dtype(self.gather) or compute
         copy = self.gather is not None and gather is not main
-        exact = exact or codec is not None
+        exact = exact or (codec is not None and not axis)
         kept = self.feedback and codec is not None
         said = "fp32" if exact else "native"
         return LeafPrecision(
-            main, compute, self.grads or main, wire, said, gather, copy, None, None, codec, kept, packing
+            main, compute, self.grads or main, wire, said, gather, copy, None, None, codec, kept, packing, axis
         )
 
     def stored(self, codec: Codec, leaf: torch.dtype) -> LeafPrecision:

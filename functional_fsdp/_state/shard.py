@@ -33,7 +33,7 @@ from .._nn.packed_weight import PackedWeight
 from .._optim.optimizer import as_optimizer, check_labels, initial
 from .._plan.layout import Bucket, Layout, Leaf, LeafInfo, Unit, aligned, plan_layout
 from .._plan.records import keeps_copy
-from .._plan.route import partial_states, states_of
+from .._plan.route import residual_states, states_of
 from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import Runtime, runtime_of
@@ -384,12 +384,12 @@ def _empty(bucket: Bucket, kind: str, spec: Spec, device: torch.device) -> FlatB
 
 
 def no_residual(layout: Layout, spec: Spec, device: torch.device) -> dict[str, FlatBuffer]:
-    """Zeros, whole on each rank, for each bucket of which what packing loses is kept."""
+    """Zeros for each bucket of which what packing loses is kept, as many as a rank packs."""
     made = {}
     for name, bucket in layout.trainable.items():
         if bucket.feedback:
-            local = torch.zeros(bucket.numel, dtype=bucket.wire, device=device)
-            made[name] = FlatBuffer(local, bucket, partial_states(bucket), spec.mesh)
+            local = torch.zeros(bucket.owed, dtype=bucket.wire, device=device)
+            made[name] = FlatBuffer(local, bucket, residual_states(bucket), spec.mesh)
     return made
 
 

@@ -116,9 +116,7 @@ def find_peak(
         found.append((sum(parts.values()), parts, done))
         before.append(unit)
         trained = [b for b in layout.by_name[unit].buckets if b.trainable and not b.grads_on_host] if unit else []
-        made += sum(
-            bucket.nbytes("grads") + bucket.feedback * bucket.numel * bucket.wire.itemsize for bucket in trained
-        )
+        made += sum(bucket.nbytes("grads") + bucket.feedback * bucket.owed * bucket.wire.itemsize for bucket in trained)
     _, parts, where = max(found, key=lambda one: one[0])
     stays = frozenset(state) | (frozenset(("arena", "staging")) if keeps_memory else frozenset())
     return StepMemory({name: n for name, n in parts.items() if n}, stays, host, moved, where, tuple(stretches))
