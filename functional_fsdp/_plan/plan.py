@@ -92,9 +92,14 @@ def lives_of(
     return found
 
 
-def choose_kept(schedule: Schedule, program: Program, sizes: Mapping[str, int]) -> set[str]:
-    """The units that stay gathered from first use to last, beside those that do so anyway."""
+def choose_kept(
+    schedule: Schedule, program: Program, sizes: Mapping[str, int], frozen: Mapping[str, int] | None = None
+) -> set[str]:
+    """The units that stay gathered from first use to last, beside those that do so anyway. `frozen`: of their sizes,
+    bytes of leaves that do not train."""
     keep = schedule.keep
+    if keep == "frozen":
+        return {name for name, nbytes in (frozen or {}).items() if 2 * nbytes > sizes[name]}
     if keep is None or keep == "all":
         return set(sizes) if keep else set()
     if isinstance(keep, tuple):
@@ -380,7 +385,7 @@ class Plan:
             place = (bytes_text(unit.nbytes), f"{unit.address:,}", lives) if unit.parts else ("resident", "-", "-")
             kept = "yes" if unit.kept else "-"
             rows.append((unit.name, *place, unit.gathers or "-", kept, reduces.get(unit.name) or "-"))
-        depth = self.schedule.prefetch
+        depth, held = self.schedule.prefetch, sum(unit.nbytes for unit in self.units if unit.kept)
         return "\n".join(
             (
                 table(("unit", "bytes", "address", "gathered in uses", "gathers", "kept", "reduces"), rows),
@@ -388,7 +393,9 @@ class Plan:
                 f"reductions a step; prefetch {depth if isinstance(depth, int) else dict(depth)}"
                 + (", debug" if self.schedule.debug else ""),
                 f"arena {bytes_text(self.arena)} ({self.rule}; lower bound {bytes_text(self.bound)}, "
-                f"{self.excess:+.1f} %), staging {bytes_text(self.staging)}"
+                f"{self.excess:+.1f} %), "
+                + (f"{bytes_text(held)} of it kept, " if self.schedule.keep is not None else "")
+                + f"staging {bytes_text(self.staging)}"
                 + (f", exact sums {bytes_text(self.received)}" if self.received else ""),
             )
         )
@@ -425,7 +432,8 @@ def make_plan(
     where = found.uses
     buckets = {name: [b for b in layout.by_name[name].buckets if b.gathers(schedule.debug)] for name in where}
     sizes = {name: _total(buckets[name], _nbytes) for name in where}
-    kept = choose_kept(schedule, found, sizes)
+    frozen = {name: _total([b for b in buckets[name] if not b.trainable], _nbytes) for name in where}
+    kept = choose_kept(schedule, found, sizes, frozen)
     held = lives_of(schedule, found, sizes, kept)
 
     gathered = [name for name in where if sizes[name]]

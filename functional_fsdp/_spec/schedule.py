@@ -26,7 +26,8 @@ class Schedule:
             sets it per unit: `{"embed": 0, "blocks.*": 2}`, first match wins, 1 where nothing matches.
         keep: what stays gathered from its first use to its last. None: what would occupy its bytes in between anyway
             (the last one used; at depth d, the last d // 2 + 1). Names or patterns: exactly these. "all": everything.
-            A number of bytes: beside the default, the set that saves the most gathers and holds no more than that.
+            "frozen": beside the default, units of which more bytes are frozen than trained, as packed bases. A number
+            of bytes: beside the default, the set that saves the most gathers and holds no more than that.
             What is kept so that nothing else lies in its bytes (all of "all") is gathered once a step, for all of its
             microbatches; in a driven step whose order is only found, from the second step on.
         debug: released bytes are filled with NaN, so that a weight used past its release shows. In the first step
@@ -54,7 +55,7 @@ class Schedule:
 
     order: Order | Literal["recorded"] | None
     prefetch: int | tuple[tuple[str, int], ...]
-    keep: Literal["all"] | int | tuple[str, ...] | None
+    keep: Literal["all", "frozen"] | int | tuple[str, ...] | None
     debug: bool
     overlap_update: bool
 
@@ -62,7 +63,7 @@ class Schedule:
         self,
         order: Sequence[str | Sequence[str]] | Literal["recorded"] | None = None,
         prefetch: int | Mapping[str, int] = 1,
-        keep: Literal["all"] | int | Collection[str] | None = None,
+        keep: Literal["all", "frozen"] | int | Collection[str] | None = None,
         debug: bool = False,
         overlap_update: bool = False,
     ) -> None:
@@ -74,14 +75,14 @@ class Schedule:
                 )
                 raise SpecError(f"{where} {depth!r}; expected a number of uses of at least 0 (0 gathers on demand).")
         if isinstance(keep, Collection):
-            wrong = keep != "all" and (isinstance(keep, str) or not all(map(_text, keep)))
+            wrong = keep not in ("all", "frozen") and (isinstance(keep, str) or not all(map(_text, keep)))
         else:
             wrong = keep is not None and (isinstance(keep, bool) or not isinstance(keep, int))
         if wrong:
             one = keep if isinstance(keep, str) else "blocks.0"
             raise SpecError(
-                f"Schedule(keep={keep!r}): expected None, 'all', a set of units, or a number of bytes (an int). "
-                f"One unit is {{{one!r}}}; nothing is ()."
+                f"Schedule(keep={keep!r}): expected None, 'all', 'frozen', a set of units, or a number of bytes (an "
+                f"int). One unit is {{{one!r}}}; nothing is ()."
             )
         if isinstance(keep, int) and keep < 0:
             raise SpecError(f"Schedule(keep={keep}): a budget is at least 0 bytes. () keeps nothing.")
@@ -122,7 +123,8 @@ class Schedule:
         prefetch = self.prefetch if isinstance(self.prefetch, int) else ", ".join(f"{k}: {v}" for k, v in self.prefetch)
         said = [order, f"prefetch {prefetch}"]
         if self.keep is not None:
-            kept = ", ".join(self.keep) or "nothing" if isinstance(self.keep, tuple) else "everything"
+            kept = "what is frozen" if self.keep == "frozen" else "everything"
+            kept = ", ".join(self.keep) or "nothing" if isinstance(self.keep, tuple) else kept
             said.append(f"keeps {f'{bytes_text(self.keep)} more' if isinstance(self.keep, int) else kept}")
         if self.overlap_update:
             said.append("updates overlap")

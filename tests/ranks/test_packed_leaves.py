@@ -23,6 +23,7 @@ from support.problems import mesh_and_placement
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
+from functional_fsdp._common.tree import bytes_text
 from functional_fsdp._spec.codec import Form
 
 PEERS: dict[str, Any] = torch.load(Path(__file__).parents[1] / "data" / "packed.pt", weights_only=True)
@@ -243,11 +244,65 @@ def test_unit_by_unit_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule", [fsdp.Schedule(debug=True), fsdp.Schedule(keep="all"), fsdp.Schedule(order="recorded")], ids=str
+    "schedule",
+    [
+        fsdp.Schedule(debug=True),
+        fsdp.Schedule(keep="all"),
+        fsdp.Schedule(keep="frozen"),
+        fsdp.Schedule(order="recorded"),
+    ],
+    ids=str,
 )
 def test_schedules(schedule: fsdp.Schedule) -> None:
     for found in launch(driven, ("zero3", "nf4", 3, False), {"schedule": schedule}, nprocs=2, simulate=True):
         compare(found, "nf4", 2, 3)
+
+
+class Mixed(nn.Module):
+    """A layer that trains, and frozen bases with adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(Lora(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def held(keep: Any) -> tuple[fsdp.Plan, int, int]:
+    """The plan, bytes of the arena at the peak, and all-gathers of a step."""
+    torch.manual_seed(0)
+    params, model = fsdp.functionalize(Mixed())
+    precision = {"*.base.weight": fsdp.Precision(main=fsdp.int8), "*": fsdp.Precision()}
+    schedule = fsdp.Schedule(keep=keep)
+    spec = fsdp.Spec(fsdp.local_mesh(), precision=precision, schedule=schedule)
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
+    forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())
+    memory = T.step_memory(forward_backward, state, torch.ones(3, 64))
+    state = fsdp.step(forward_backward(state, torch.ones(3, 64))[0])
+    before = state._executor.run.issued["gather"].count
+    state = fsdp.step(forward_backward(state, torch.ones(3, 64))[0])
+    return state.cursor.plan, memory.parts["arena"], state._executor.run.issued["gather"].count - before
+
+
+def test_frozen_bases_are_gathered_once_a_step() -> None:
+    """Units that are mostly frozen; those that train are gathered twice as ever. Plans and peaks show the bytes."""
+    (plain, arena, often), (plan, larger, seldom) = (
+        launch(held, (keep,), nprocs=2, simulate=True)[0] for keep in (None, "frozen")
+    )
+    blocks = ["blocks.0", "blocks.1", "blocks.2"]
+    assert {unit.name: unit.gathers for unit in plain.units} == {"inp": 2, "blocks.0": 2, "blocks.1": 2, "blocks.2": 1}
+    assert {unit.name: unit.gathers for unit in plan.units} == {"inp": 2, **dict.fromkeys(blocks, 1)}
+    kept = sum(plan.by_name[name].nbytes for name in blocks)
+    assert larger == plan.arena >= kept > arena - plan.by_name["inp"].nbytes
+    assert f"{bytes_text(kept)} of it kept" in str(plan)
+    assert often > seldom
+    assert "keeps what is frozen" in str(fsdp.Schedule(keep="frozen"))
+    assert "keeps what is frozen" in str(fsdp.Spec({"data": 4}, schedule=fsdp.Schedule(keep="frozen")))
 
 
 def test_compiled_units() -> None:

@@ -602,9 +602,12 @@ def test_schedules_and_plans_are_values() -> None:
         ({"prefetch": True}, r"Schedule\(prefetch\): True"),
         (
             {"keep": "u0"},
-            r"keep='u0'\): expected None, 'all', a set of units, or a number of bytes \(an int\). One unit is \{'u0'\}",
+            r"'frozen', a set of units, or a number of bytes \(an int\). One unit is \{'u0'\}",
         ),
-        ({"keep": 2e9}, r"Schedule\(keep=2000000000.0\): expected None, 'all', a set of units, or a number of bytes"),
+        (
+            {"keep": 2e9},
+            r"Schedule\(keep=2000000000.0\): expected None, 'all', 'frozen', a set of units, or a number of bytes",
+        ),
         ({"keep": [1]}, r"Schedule\(keep=\[1\]\): expected None"),
         ({"keep": True}, r"keep=True\): expected None"),
         ({"keep": -5}, r"keep=-5\): a budget is at least 0 bytes. \(\) keeps nothing."),
