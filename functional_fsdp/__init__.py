@@ -83,6 +83,7 @@ from ._verbs.metrics import pmax, pmean, psum
 from ._verbs.replace import replace_extras, replace_grads, replace_params
 from ._verbs.verbs import finish_reductions, newest, reduce, release, step, unshard
 from .codecs.blocks import fp8_block, int8, mxfp8
+from .codecs.dynamic8 import dynamic8
 from .codecs.nf4 import nf4
 from .codecs.quantized import from_quantized
 from .look.compare import Comparison, Difference, compare
@@ -160,6 +161,7 @@ __all__ = [
     "delta",
     "draw",
     "drop_gradients",
+    "dynamic8",
     "extend",
     "fingerprint",
     "finish_reductions",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,6 +12,7 @@ from .._common.device import as_rate
 from .._common.torch_names import fused_adamw_
 from .._common.tracing import traced_as
 from .._runtime.given import Leaves
+from .._spec.codec import Codec
 from .._storage.flat import no_counts, summary, zeros
 from .numbers import (
     Lists,
@@ -28,6 +29,7 @@ from .numbers import (
     tensors,
 )
 from .optimizer import Tree, UpdatesSome
+from .packed_adamw import PackedAdamW, packed
 
 __all__ = ["AdamState", "AdamW", "adamw"]
 
@@ -77,8 +79,12 @@ class AdamW(UpdatesSome):
     def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
         return labels_in("adamw", vars(self))
 
-    def init(self, main: Tree) -> AdamState:
+    def check(self, main: Tree) -> None:
+        """Raise SpecError for settings that a leaf lacks."""
         check_settings(main, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+
+    def init(self, main: Tree) -> AdamState:
+        self.check(main)
         mean, square = zeros(main, 2)
         return AdamState(mean, square, {})
 
@@ -86,22 +92,27 @@ class AdamW(UpdatesSome):
         return tuple(opt.missed)
 
     def counting(self, opt: AdamState, main: Tree, names: Iterable[str]) -> AdamState:
-        chosen, have = set(names), opt.missed
-        missed = {n: have[n] if n in have else no_counts(b) for n, b in main.items() if n in chosen}
-        return AdamState(opt.mean, opt.square, missed)  # torch 2.11 compiles `_verbs.replace` to a tuple of nothing
+        # torch 2.11 compiles `_verbs.replace` to a tuple of nothing
+        return AdamState(opt.mean, opt.square, self.counts(opt.missed, main, names))
 
-    def update_some(
-        self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: AdamState, main: Tree, count: torch.Tensor
-    ) -> tuple[Tree, AdamState]:
-        taken = (count + 1).float() if self.taken is None else self.taken
-        trees = main, grads, opt.mean, opt.square
-        whole = {name: b for name, b in main.items() if name not in opt.missed} if opt.missed else main
+    def counts(self, have: Tree, main: Tree, names: Iterable[str]) -> Tree:
+        """`missed` for these buckets: what there was, and zeros."""
+        chosen = set(names)
+        return {n: have[n] if n in have else no_counts(b) for n, b in main.items() if n in chosen}
+
+    def groups(
+        self, given: Leaves, trees: tuple[Tree, ...], missed: Tree, count: torch.Tensor
+    ) -> list[tuple[Lists, tuple[Any, ...]]]:
+        """What is updated with one setting: views of each tree, the first one of main weights, and the steps that were
+        taken with this one; and lr, betas, eps and weight decay."""
+        taken, main = (count + 1).float() if self.taken is None else self.taken, trees[0]
+        whole = {name: b for name, b in main.items() if name not in missed} if missed else main
         groups = groups_of(given, whole, *trees[1:])
         steps = {group: [taken] * len(lists[0]) for group, lists in groups.items()}
-        for name in opt.missed:
+        for name in missed:
             if name in main:  # each leaf for itself
                 leaves, some = main[name].bucket.leaves, given.get(name)
-                counts = (count + 1 - opt.missed[name].local).float().unbind()
+                counts = (count + 1 - missed[name].local).float().unbind()
                 for parts in zip(*(tree[name].by_leaf(some) for tree in trees), strict=True):
                     i, first = parts[0]
                     group = (leaves[i].label, first.dtype)
@@ -109,12 +120,20 @@ class AdamW(UpdatesSome):
                     for views, (_, view) in zip(lists, parts, strict=True):
                         views.append(view)
                     steps.setdefault(group, []).append(counts[i])
+        found = []
         for (label, dtype), lists in groups.items():
-            numbers = (
+            settings = (
                 at("lr", self.lr, label, count), at("betas", self.betas, label, count),
                 at("eps", self.eps, label, count), at("weight_decay", self.weight_decay, label, count),
             )  # fmt: skip
-            self._change(skip, [*lists, steps[label, dtype]], *numbers)
+            found.append(([*lists, steps[label, dtype]], settings))
+        return found
+
+    def update_some(
+        self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: AdamState, main: Tree, count: torch.Tensor
+    ) -> tuple[Tree, AdamState]:
+        for lists, settings in self.groups(given, (main, grads, opt.mean, opt.square), opt.missed, count):
+            self._change(skip, lists, *settings)
         count_missed([(opt.missed[name].local, some) for name, some in given.items() if name in main], skip)
         return main, opt
 
@@ -151,7 +170,8 @@ def adamw(
     betas: Betas | Mapping[str, Betas] = (0.9, 0.999),
     eps: Setting = 1e-8,
     weight_decay: Setting = 0.01,
-) -> AdamW:
+    moments: Codec | Callable[..., Codec] | None = None,
+) -> AdamW | PackedAdamW:
     """AdamW with torch.optim.AdamW's defaults.
 
     Each setting is one for all leaves, or `{label: setting}` for the labels of `Spec(labels=...)`; "default" covers the
@@ -162,12 +182,15 @@ def adamw(
         betas: two in [0, 1), each of them a number or a function.
         eps, weight_decay: at least 0. Where these or betas are functions, the update is one of several plain kernels a
             bucket, not the fused one.
+        moments: a codec in which both moments are kept between steps, as `fsdp.dynamic8`: 1.03 bytes an element each in
+            the place of 4. Its blocks divide 128. The state is a `PackedAdamState`: its planes lie as main weights do.
 
     Raises:
-        SpecError: a number that is negative, not finite or out of its range. By `shard` and `init`: a label that no
+        SpecError: a number that is negative, not finite or out of its range; moments that are no codec, or whose
+            blocks do not divide 128. By `shard` and `init`: a label that no
             leaf can have, or one that has no number.
 
     >>> adamw(lr=lambda count: 3e-4 * (count / 100).clamp(max=1), weight_decay={"norm": 0.0, "default": 0.1}).eps
     1e-08
     """
-    return AdamW(lr, betas, eps, weight_decay)
+    return packed(AdamW(lr, betas, eps, weight_decay), moments)  # type: ignore[no-any-return]

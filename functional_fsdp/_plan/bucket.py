@@ -83,6 +83,7 @@ class Bucket:
         among: whether leaves that are not in `leaves` lie between these.
         codec: in which gradients travel, which are staged in `wire`. feedback: whether what it loses is kept.
         gather_codec: in which weights are gathered, see `gathered`.
+        every: for how many elements of a leaf in a row it has one number, see `blocks`.
         codec_axis: along which axis gradients travel in `codec`; "": along the first, from what is staged.
         cut: axes of the model's own along which its leaves are cut: each rank has other elements.
         equal: axes of the model's own along which ranks have the same, and come to the same gradients.
@@ -114,6 +115,7 @@ class Bucket:
     feedback: bool = field(default=False, repr=False)
     gather_codec: Codec | None = field(default=None, repr=False)
     codec_axis: str = field(default="", repr=False)
+    every: int = field(default=1, repr=False)
 
     def apart(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """The axes of a mesh along which ranks have leaves, or parts of them, of their own."""
@@ -271,7 +273,8 @@ class Bucket:
         included."""
         stops = [leaf.offset for leaf in self.leaves[1:]] + [self.numel]
         if self.among:
-            stops = [leaf.offset + (leaf.numel if self.by_leaf else aligned(leaf.numel, ALIGN)) for leaf in self.leaves]
+            each = self.by_leaf or self.every > 1
+            stops = [leaf.offset + (leaf.numel if each else aligned(leaf.numel, ALIGN)) for leaf in self.leaves]
         runs: list[tuple[str, int, int]] = []
         for leaf, stop, on in zip(self.leaves, stops, given, strict=True):
             if on and runs and runs[-1][0] == leaf.label and runs[-1][2] == leaf.offset:
@@ -324,6 +327,19 @@ class Bucket:
             self.name, self.unit, leaves, len(leaves), whole, self.sizes, number, number, number, number, False,
             self.share, False, number, by_leaf=True, cut=self.cut, equal=self.equal,
         )  # fmt: skip
+
+    def blocks(self, every: int) -> Bucket:
+        """A bucket with one number for so many elements of a leaf, which divide 128; cut as this one."""
+        if every == self.every:
+            return self
+        if every not in self._blocks:
+            leaves = [replace(o, shape=(-(-o.numel // every),), offset=o.offset // every) for o in self.leaves]
+            self._blocks[every] = replace(self, leaves=tuple(leaves), numel=self.numel // every, every=every)
+        return self._blocks[every]
+
+    @cached_property
+    def _blocks(self) -> dict[int, Bucket]:
+        return {}
 
     def only(self, labels: Container[str]) -> Bucket | None:
         """The bucket with the leaves of these labels alone, each where it is; itself if it has no others, None if it

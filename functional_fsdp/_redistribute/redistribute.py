@@ -365,16 +365,16 @@ class Mover:
         # by path what of a leaf lies in this rank's part of its new bucket
         mine: dict[str, LeafShard] = {s.leaf.path: s for b in found.values() for s in leaf_shards(b)}
         for name, buffer in tree.items():
-            counts, old = buffer.bucket.by_leaf, self.old.buckets[name]
+            counts, every, old = buffer.bucket.by_leaf, buffer.bucket.every, self.old.buckets[name]
             values = gather_leaves(buffer) if self.stays_cut else whole_leaves(buffer)
             for leaf in buffer.bucket.leaves:
                 bucket = homes[leaf.path]
                 if bucket.name not in found and into is not None:
                     continue
                 if bucket.name not in found:
-                    same = buffer.local.dtype is old.main and not counts
+                    same = buffer.local.dtype is old.main and not counts and every == 1
                     dtype = bucket.main if same else buffer.local.dtype
-                    found[bucket.name] = self.made(bucket.counts if counts else bucket, "main", dtype)
+                    found[bucket.name] = self.made(bucket.counts if counts else bucket.blocks(every), "main", dtype)
                     mine |= {shard.leaf.path: shard for shard in leaf_shards(found[bucket.name])}
                 there, first, local = mine[leaf.path]
                 value = values[leaf.path]

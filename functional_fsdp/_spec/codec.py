@@ -50,6 +50,10 @@ class Codec:
         """The tensor that the planes stand for, as a new one of this shape and dtype. Changes nothing."""
         raise NotImplementedError
 
+    def nonnegative(self) -> Codec:
+        """The codec for tensors without negative numbers, as second moments. By default the same."""
+        return self
+
     def __str__(self) -> str:
         return type(self).__name__
 

@@ -3,6 +3,7 @@
     nf4          4 bits an element, blocks of 64, as QLoRA and bitsandbytes have it; scales may be packed, too
     int8         8 bits, a scale a row, as LLM.int8; or a scale a block
     fp8_block    float8, a float32 scale a block of 256, or a tile of a matrix
+    dynamic8     8 bits by a codebook over seven decades, a maximum a block: for moments of optimizers
     mxfp8        float8, a power of 2 for 32 elements: the Open Compute Project's microscaling format
 
 What a codec is stands in `_spec/codec.py`, which the core knows. The core knows none of these.

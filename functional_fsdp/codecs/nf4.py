@@ -21,7 +21,7 @@ from .._common.device import runs_triton, tl, triton
 from .._spec.codec import Codec, Planes, Shape
 from .blocks import check_block, in_blocks, spread
 
-__all__ = ["Nf4", "dynamic_map", "nf4"]
+__all__ = ["Nf4", "dynamic_map", "nf4", "table"]
 
 #: QLoRA's appendix E: 0 and 15 quantiles of the normal distribution, in float32
 CODE = (
@@ -33,30 +33,32 @@ NESTED = 256  # maxima that share one
 SIZE = 1024  # numbers of a program of the kernel's
 
 
-def _table(name: str, like: torch.Tensor) -> torch.Tensor:
-    """A codebook where a tensor is; in a trace a constant of the graph."""
+def table(name: str, like: torch.Tensor) -> torch.Tensor:
+    """A codebook, "nf4", "dynamic" or "dynamic unsigned", where a tensor is; in a trace a constant of the graph."""
     return _kept(name, like.device) if type(like) is torch.Tensor else _made(name, like.device)
 
 
 def _made(name: str, device: torch.device) -> torch.Tensor:
-    return torch.tensor(CODE if name == "nf4" else dynamic_map(), dtype=torch.float32, device=device)
+    code = CODE if name == "nf4" else dynamic_map(signed=name == "dynamic")
+    return torch.tensor(code, dtype=torch.float32, device=device)
 
 
 _kept = cache(_made)
 
 
 @cache
-def dynamic_map() -> tuple[float, ...]:
+def dynamic_map(signed: bool = True) -> tuple[float, ...]:
     """The 256 numbers of the dynamic 8-bit data type, ascending (8-bit Optimizers via Block-wise Quantization, 2022).
 
-    7 decades; in the decade 10^-k there are 2^(6 - k) fractions on each side of zero: the middles of as many steps from
-    0.1 to 1. With them 0 and 1.
+    7 decades; in the decade 10^-k there are 2^(6 - k) fractions on each side of zero, or twice as many on one: the
+    middles of as many steps from 0.1 to 1. With them 0 and 1.
     """
     found = [0.0, 1.0]
     for decade in range(7):
-        steps = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device="cpu")
+        count = 2**decade if signed else 2 ** (decade + 1)
+        steps = torch.linspace(0.1, 1, count + 1, dtype=torch.float32, device="cpu")
         middles = ((steps[:-1] + steps[1:]) / 2.0 * 10.0 ** (decade - 6)).tolist()
-        found += middles + [-x for x in middles]
+        found += middles + ([-x for x in middles] if signed else [])
     return tuple(sorted(found))
 
 
@@ -88,7 +90,7 @@ class Nf4(Codec):
         rows = in_blocks(tensor, self.size)
         most = rows.abs().amax(dim=1)
         scaled = (rows / torch.where(most == 0, 1, most)[:, None]).view(-1)[: tensor.numel()]
-        found = _nearest(scaled, _table("nf4", tensor)).to(torch.uint8)
+        found = _nearest(scaled, table("nf4", tensor)).to(torch.uint8)
         found = F.pad(found, (0, found.numel() % 2))
         data = (found[::2] << 4) | found[1::2]
         if not self.nested:
@@ -97,19 +99,19 @@ class Nf4(Codec):
         rows = in_blocks(most - mean, NESTED)
         outer = rows.abs().amax(dim=1)
         scaled = (rows / torch.where(outer == 0, 1, outer)[:, None]).view(-1)[: most.numel()]
-        inner = _nearest(scaled, _table("dynamic", tensor)).to(torch.uint8)
+        inner = _nearest(scaled, table("dynamic", tensor)).to(torch.uint8)
         return {"data": data, "absmax": inner, "outer": outer, "mean": mean.view(1)}
 
     def absmax(self, planes: Planes) -> torch.Tensor:
         """The maximum of each block, float32 [blocks]."""
         if not self.nested:
             return planes["absmax"]
-        values = _table("dynamic", planes["data"])[planes["absmax"].to(torch.int32)]
+        values = table("dynamic", planes["data"])[planes["absmax"].to(torch.int32)]
         return spread(values, planes["outer"], NESTED, torch.float32) + planes["mean"]
 
     def unpack(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         data, absmax, n = planes["data"], self.absmax(planes), prod(shape)
-        code = _table("nf4", data)
+        code = table("nf4", data)
         if triton is not None and n and type(data) is torch.Tensor and runs_triton(data):
             out = torch.empty(n, dtype=dtype, device=data.device)
             _kernel()[(triton.cdiv(n, SIZE),)](data, absmax, code, out, n, self.size, SIZE)
