@@ -36,6 +36,7 @@ from ._io.conversions import Concatenated, Sliced, Stacked, Transposed
 from ._io.foreign import Checkpoint, open_checkpoint
 from ._io.hugging_face import conversions_of
 from ._io.load_weights import load_weights
+from ._io.merged import merged, save_merged
 from ._io.optimizer_state import load_optimizer_state, optimizer_state
 from ._io.safetensors import save_safetensors
 from ._io.stream import WeightDelta, WeightSnapshot, apply_delta, delta, snapshot, stream
@@ -191,6 +192,7 @@ __all__ = [
     "make_plan",
     "measure_compute",
     "measure_links",
+    "merged",
     "muon",
     "mxfp8",
     "newest",
@@ -212,6 +214,7 @@ __all__ = [
     "save",
     "save_adapter",
     "save_dcp",
+    "save_merged",
     "save_safetensors",
     "sgd",
     "shard",

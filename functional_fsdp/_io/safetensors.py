@@ -27,7 +27,7 @@ from .parts import parts_of, place_at
 from .pieces import Piece, blocks, pieces
 from .safetensors_file import DTYPES, Entry, create, entries, write_at
 
-__all__ = ["save_safetensors"]
+__all__ = ["Tensors", "file_names", "files_of", "save_safetensors", "write_index"]
 
 Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 Files = list[Tensors]
@@ -80,14 +80,14 @@ def save_safetensors(
             state._resting("save_safetensors")
             cuts = checked(convert, (*state.layout.paths, *flatten(state.buffers)[0]))
             parts, tensors = _tensors(state, dtype, cuts)
-            files = _files(tensors, max_shard_size)
+            files = files_of(tensors, max_shard_size)
             if claim is not None:
                 claim.make()
-                names = _names(len(files))
+                names = file_names(len(files))
                 for name, some in zip(names, files, strict=True):
                     create(path / name, some)
                 if len(files) > 1:
-                    _index(path, names, files)
+                    write_index(path, names, files)
             return (parts, len(files)), [same_conversions(cuts)]
 
         def write() -> None:
@@ -163,7 +163,7 @@ def _tensors(state: State, dtype: torch.dtype | None, convert: Conversions) -> t
     return parts, tensors
 
 
-def _files(tensors: Tensors, most: int) -> Files:
+def files_of(tensors: Tensors, most: int) -> Files:
     """What goes into which file, in that order."""
     files: Files = [{}]
     size = 0
@@ -177,13 +177,13 @@ def _files(tensors: Tensors, most: int) -> Files:
     return files
 
 
-def _names(count: int) -> list[str]:
+def file_names(count: int) -> list[str]:
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def _index(path: Path, names: list[str], files: Files) -> None:
+def write_index(path: Path, names: list[str], files: Files) -> None:
     total = sum(torch.Size(shape).numel() * kind.itemsize for some in files for kind, shape in some.values())
     index = {name: file for file, some in zip(names, files, strict=True) for name in some}
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
@@ -193,7 +193,7 @@ def _index(path: Path, names: list[str], files: Files) -> None:
 def _write(state: State, path: Path, parts: Pieces, files: int) -> None:
     """This rank's runs, and of the first rank buffers, at their places."""
     places: dict[str, Entry] = {}
-    for name in _names(files):
+    for name in file_names(files):
         places |= entries(path / name)
     run = runtime_of(state.spec.mesh)
     paths = {

@@ -29,7 +29,17 @@ from .._storage.weights import stored_as, unpacked_leaves
 from .conversions import Conversions, checked
 from .pieces import Piece, blocks, pieces
 
-__all__ = ["WeightDelta", "WeightSnapshot", "apply_delta", "check_dtype", "delta", "none_apart", "snapshot", "stream"]
+__all__ = [
+    "Named",
+    "WeightDelta",
+    "WeightSnapshot",
+    "apply_delta",
+    "check_dtype",
+    "delta",
+    "none_apart",
+    "snapshot",
+    "stream",
+]
 
 Named = dict[str, torch.Tensor]
 BLOCK = 1024  # elements of a leaf that are compared as one

@@ -193,4 +193,4 @@ def adamw(
     >>> adamw(lr=lambda count: 3e-4 * (count / 100).clamp(max=1), weight_decay={"norm": 0.0, "default": 0.1}).eps
     1e-08
     """
-    return packed(AdamW(lr, betas, eps, weight_decay), moments)  # type: ignore[no-any-return]
+    return packed(AdamW(lr, betas, eps, weight_decay), moments)

@@ -48,7 +48,7 @@ def moments_of(state: fsdp.State, which: str) -> Tree:
     """Whole moments, unpacked."""
     codec, found = state.optimizer.codec, {}
     codec = codec if which == "mean" else codec.nonnegative()
-    planes = {name: {} for name in getattr(state.opt, which)}
+    planes: dict[str, Tree] = {name: {} for name in getattr(state.opt, which)}
     for name, tree in getattr(state.opt, which).items():
         for buffer in tree.values():
             planes[name] |= fsdp.extend.gather_leaves(buffer)
@@ -84,7 +84,8 @@ def reference(steps: int) -> tuple[Tree, Tree, Tree]:
                 params[path], grad, torch.tensor(step + 1.0), mean[path], square[path], None, lr, *NUMBERS["betas"],
                 NUMBERS["weight_decay"], NUMBERS["eps"], True, False,
             )  # fmt: skip
-    return params, *({path: one.dequantize() for path, one in some.items()} for some in (mean, square))
+    first, second = ({path: one.dequantize() for path, one in some.items()} for some in (mean, square))
+    return params, first, second
 
 
 @pytest.mark.parametrize("preset", ["zero3", "ddp", "zero1", "hsdp", "hfsdp"])

@@ -20,7 +20,7 @@ from ..contents import Contents
 from ..safetensors_file import entries
 from .hugging_face import state_dict_of
 
-__all__ = ["Peft", "in_file", "in_model", "onto"]
+__all__ = ["Peft", "in_file", "in_merged", "in_model", "onto", "parts_of_adapter"]
 
 CONFIG = "adapter_config.json"
 ROOT = "base_model.model."
@@ -77,6 +77,25 @@ def in_file(name: str, adapter: str = "default") -> str | None:
         return None
     rest = match["rest"].removeprefix(f".{adapter}")
     return f"{match['module']}.{match['kind']}{'' if match['kind'] == 'lora_magnitude_vector' else rest}"
+
+
+def parts_of_adapter(name: str, adapter: str = "default") -> tuple[str, str] | None:
+    """Of a leaf of LoRA's in the model its module, and which it is, as ("L.q_proj", "lora_A.weight"); else None."""
+    match = MODULE.match(name)
+    if match is None or not f"{match['rest']}.".startswith(f".{adapter}."):
+        return None
+    return match["module"], match["kind"] + match["rest"].removeprefix(f".{adapter}")
+
+
+def in_merged(name: str, adapter: str = "default") -> str | None:
+    """What the model without an adapter calls a leaf; None: it has none of it."""
+    name = name.removeprefix(ROOT)
+    module, saved, last = name.partition(f".modules_to_save.{adapter}.")
+    if saved:
+        return f"{module}.{last}"
+    if MODULE.match(name) or ".original_module." in name or ".modules_to_save." in name:
+        return None
+    return name.replace(".base_layer.", ".")
 
 
 def onto(adapter: Contents, base: Contents) -> Contents:
