@@ -85,6 +85,7 @@ from ._verbs.replace import replace_extras, replace_grads, replace_params
 from ._verbs.verbs import finish_reductions, newest, reduce, release, step, unshard
 from .codecs.blocks import fp8_block, int8, mxfp8
 from .codecs.dynamic8 import dynamic8
+from .codecs.int4 import int4
 from .codecs.nf4 import nf4
 from .codecs.quantized import from_quantized
 from .look.compare import Comparison, Difference, compare
@@ -179,6 +180,7 @@ __all__ = [
     "host_transfer",
     "hsdp",
     "init",
+    "int4",
     "int8",
     "latest_checkpoint",
     "launch",

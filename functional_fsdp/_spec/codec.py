@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Codec", "Form", "Plane", "Planes", "Shape"]
+__all__ = ["START", "Codec", "Form", "Plane", "Planes", "Shape"]
 
 START = 16  # bytes: each plane begins at a multiple of it, so that it can be read in its dtype
 

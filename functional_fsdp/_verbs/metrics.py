@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, overload
 
 import torch
+import torch.nn.functional as F
 
 from .._common.calls import verb
 from .._common.errors import SpecError
@@ -16,11 +17,13 @@ from .._common.record import Collective
 from .._common.torch_names import pytree
 from .._common.tracing import refuse, traced_as
 from .._runtime.runtime import runtime_of
+from .._spec.codec import START, Codec, Form
 from .._state.state import State
 
 __all__ = ["Op", "all_reduce", "axes_of", "over_axes", "pmax", "pmean", "psum"]
 
 Op = Literal["mean", "sum", "max"]
+Wire = Codec | Callable[..., Codec] | None
 _ADDED = (  # what gloo and NCCL both add up
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8),
@@ -29,12 +32,14 @@ _ADDED = (  # what gloo and NCCL both add up
 
 @overload
 def pmean(
-    state: State, tree: torch.Tensor | float, axis: str | Iterable[str] | None = None
+    state: State, tree: torch.Tensor | float, axis: str | Iterable[str] | None = None, *, wire: Wire = None
 ) -> tuple[State, torch.Tensor]: ...
 @overload
-def pmean(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> tuple[State, Any]: ...
-@verb(lambda state, tree, axis=None: _metrics(state, tree, "pmean", "mean", axis))
-def pmean(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> tuple[State, Any]:
+def pmean(
+    state: State, tree: Any, axis: str | Iterable[str] | None = None, *, wire: Wire = None
+) -> tuple[State, Any]: ...
+@verb(lambda state, tree, axis=None, *, wire=None: _metrics(state, tree, "pmean", "mean", axis, wire))
+def pmean(state: State, tree: Any, axis: str | Iterable[str] | None = None, *, wire: Wire = None) -> tuple[State, Any]:
     """Average a pytree of metrics over the data ranks. Numbers become tensors, integers and bools float32 (which has
     integers up to 2 ** 24 exactly). Complex ones stay complex.
 
@@ -42,17 +47,21 @@ def pmean(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> t
         state: the newest state of a step, or one between steps; it is not consumed.
         tree: tensors [...] and numbers, of the same structure and shapes on every rank.
         axis: of the mesh, a name or several, in the place of the axes of the data.
+        wire: a codec, as `fsdp.int8(64)`, in which each rank packs each tensor for the others along one axis. What
+            comes is unpacked and added up in float32 in the order of ranks: all get the same bits. For large tensors
+            that are averaged seldom, as in DiLoCo's outer step.
 
     Raises:
         TreeError: on every rank, where ranks have other shapes, dtypes or another structure; a tensor of float8, which
-        backends do not add up. SpecError: no such axis.
+        backends do not add up. SpecError: no such axis; `wire` that is no codec, or along several axes. ScheduleError:
+        `wire` in a step that is compiled whole.
 
-    Collective: one all-reduce an axis and dtype, on a lane of its own; before it, on the host, ranks compare what they
-    give.
+    Collective: one all-reduce an axis and dtype, on a lane of its own, or one all-gather of bytes; before it, on the
+    host, ranks compare what they give.
 
     Example: `state, loss = fsdp.pmean(state, loss)`.
     """
-    return _metrics(state, tree, "pmean", "mean", axis)
+    return _metrics(state, tree, "pmean", "mean", axis, wire)
 
 
 @overload
@@ -89,7 +98,9 @@ def pmax(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> tu
     return _metrics(state, tree, "pmax", "max", axis)
 
 
-def _metrics(state: State, tree: Any, name: str, op: Op, axis: str | Iterable[str] | None) -> tuple[State, Any]:
+def _metrics(
+    state: State, tree: Any, name: str, op: Op, axis: str | Iterable[str] | None, wire: Wire = None
+) -> tuple[State, Any]:
     device = state.count.device
     leaves, treedef = pytree.tree_flatten(tree)
     tensors = [
@@ -100,7 +111,10 @@ def _metrics(state: State, tree: Any, name: str, op: Op, axis: str | Iterable[st
     ]
     floats = [t if t.is_floating_point() or t.is_complex() else t.float() for t in tensors]
     with _call(state, name):
-        done = all_reduce(state, floats, op, axis, structure=(name, treedef))
+        if wire is None:
+            done = all_reduce(state, floats, op, axis, structure=(name, treedef))
+        else:
+            done = _packed_mean(state, floats, axis, wire, (name, treedef))
     return state, pytree.tree_unflatten(done, treedef)
 
 
@@ -108,6 +122,52 @@ def _metrics(state: State, tree: Any, name: str, op: Op, axis: str | Iterable[st
 def _call(state: State, name: str) -> AbstractContextManager[None]:
     state.version.lineage.enter(state.version.serial, name)
     return state.version.lineage.call
+
+
+def _no_graph(state: State, tensors: Sequence[torch.Tensor], axis: Any, wire: Wire, structure: Any) -> Any:
+    refuse(
+        "ScheduleError",
+        "pmean(wire=) in a step that is compiled whole: bytes of a codec are gathered by eager steps only. Call it "
+        "beside the compiled step, or leave wire out.",
+    )
+
+
+@traced_as(_no_graph)
+def _packed_mean(
+    state: State, tensors: Sequence[torch.Tensor], axis: str | Iterable[str] | None, wire: Wire, structure: Any
+) -> list[torch.Tensor]:
+    """The mean along one axis of what each rank packs, in float32, in the order of ranks."""
+    data, every = axes_of(state)
+    over = data if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    codec = wire() if callable(wire) else wire
+    if not isinstance(codec, Codec):
+        raise SpecError(f"pmean(wire={wire!r}): expected a codec, as fsdp.int8(64), or None.")
+    if len(over) != 1 or over[0] not in every:
+        raise SpecError(
+            f"pmean(wire={codec}): expected one axis of the mesh ({', '.join(map(repr, every))}), got axis={axis!r}. "
+            "Call it once for each."
+        )
+    forms = [Form(codec, tuple(tensor.shape), torch.float32) for tensor in tensors]
+    run, lineage, ranks = runtime_of(state.spec.mesh), state.version.lineage, every[over[0]]
+    with _compared(state, tensors, f"mean in {codec}", structure, over), lineage.call:
+        parts = [form.pack(tensor.to(torch.float32)) for form, tensor in zip(forms, tensors, strict=True)]
+        mine = (
+            torch.cat([F.pad(part, (0, -len(part) % START)) for part in parts]) if parts else state.count.new_empty(0)
+        )
+        came = mine.new_empty(ranks * len(mine))
+        if ranks > 1 and len(mine):
+            run.now(Collective("all_gather", over[0], len(came), came.dtype, "", "side", "mean"), came, mine)
+        else:
+            came.copy_(mine)
+    found, at = [], 0
+    for form, tensor in zip(forms, tensors, strict=True):
+        each = [form.unpack(row[at : at + form.nbytes]) for row in came.view(ranks, -1)]
+        total = each[0]
+        for summand in each[1:]:
+            total = total + summand
+        found.append((total / total.new_full((), ranks)).to(tensor.dtype))
+        at += form.nbytes + -form.nbytes % START
+    return found
 
 
 def all_reduce(

@@ -13,8 +13,6 @@ from .nf4 import table
 
 __all__ = ["Dynamic8", "dynamic8"]
 
-LEAST = 1e-12  # of the largest number of a block
-
 
 @dataclass(frozen=True)
 class Dynamic8(Codec):
@@ -29,8 +27,8 @@ class Dynamic8(Codec):
 
     def pack(self, tensor: torch.Tensor) -> Planes:
         rows, code = in_blocks(tensor, self.block), table(self._name, tensor)
-        most = rows.abs().amax(dim=1).clamp(min=LEAST)
-        values = (rows / most[:, None]).view(-1)[: tensor.numel()]
+        most = rows.abs().amax(dim=1)
+        values = (rows / torch.where(most == 0, 1, most)[:, None]).view(-1)[: tensor.numel()]
         below = (torch.bucketize(values, code, right=True) - 1).clamp_(0, 255)
         above = (below + 1).clamp_(max=255)
         low, high = code[below], code[above]

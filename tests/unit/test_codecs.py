@@ -29,6 +29,8 @@ CODECS: dict[str, tuple[fsdp.Codec, float, int]] = {
     "int8": (fsdp.int8(), 0.5 / 127, 0),
     "int8 of 64": (fsdp.int8(64), 0.5 / 127, 64),
     "fp8_block": (fsdp.fp8_block(), 2**-4, 256),
+    "int4": (fsdp.int4(), 1 / 14, 64),
+    "dynamic8": (fsdp.dynamic8(), 2**-7, 128),
     "mxfp8": (fsdp.mxfp8(), 2**-3, 32),  # what is above 448 becomes 448, of less than 512
 }
 EVERY = {name: codec for name, (codec, *_) in CODECS.items()}

@@ -1,0 +1,58 @@
+"""int4: whole numbers from -7 to 7, two in a byte, and a maximum for each block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+
+from .._spec.codec import Codec, Planes, Shape
+from .blocks import check_block, in_blocks, spread
+
+__all__ = ["Int4", "int4"]
+
+MOST = 7.0
+
+
+@dataclass(frozen=True)
+class Int4(Codec):
+    """See `int4`."""
+
+    block: int = 64
+
+    def planes(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
+        n = prod(shape)
+        return {"data": ((-(-n // 2),), torch.uint8), "absmax": ((-(-n // self.block),), torch.float32)}
+
+    def pack(self, tensor: torch.Tensor) -> Planes:
+        rows = in_blocks(tensor, self.block)
+        most = rows.abs().amax(dim=1)
+        numbers = torch.round(rows * (MOST / most)[:, None]).nan_to_num_(nan=0.0).clamp_(-MOST, MOST).add_(8)
+        flat = F.pad(numbers.to(torch.uint8).view(-1)[: tensor.numel()], (0, tensor.numel() % 2))
+        return {"data": (flat[::2] << 4) | flat[1::2], "absmax": most}
+
+    def unpack(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        data = planes["data"]
+        both = torch.stack((data >> 4, data & 15), dim=1).view(-1)[: prod(shape)]
+        values = spread(both.to(torch.float32).sub_(8), planes["absmax"], self.block, torch.float32)
+        return values.mul_(1 / MOST).to(dtype).view(shape)
+
+    def __str__(self) -> str:
+        return f"int4(block={self.block})"
+
+
+def int4(block: int = 64) -> Codec:
+    """Whole numbers from -7 to 7 with an absolute maximum in float32 for each block: x = data · absmax / 7.
+
+    Args:
+        block: elements, flattened, that share a maximum; a power of 2.
+
+    Returns:
+        a codec: half a byte an element and 4 bytes a block. A block that holds NaN or infinity is NaN throughout.
+
+    Example: `fsdp.pmean(state, tree, axis="replica", wire=fsdp.int4)`.
+    """
+    check_block("int4", block)
+    return Int4(block)
