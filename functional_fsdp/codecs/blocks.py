@@ -186,8 +186,10 @@ class Mxfp8(Codec):
 
 
 def _power(scale: torch.Tensor) -> torch.Tensor:
-    """Biased exponents [blocks] -> powers of 2 in float32; NaN for 255, as the format says."""
-    return scale.view(torch.float8_e8m0fnu).to(torch.float32)
+    """Biased exponents [blocks] -> powers of 2 in float32; NaN for 255, as the format says. By bits, which compilers
+    know: of 0 it is the number below the least normal one."""
+    bits = torch.where(scale == 0, 1 << 22, scale.to(torch.int32) << 23)
+    return torch.where(scale == 255, 0x7FC00000, bits).view(torch.float32)
 
 
 def mxfp8() -> Codec:

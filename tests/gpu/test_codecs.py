@@ -39,6 +39,8 @@ WAYS: dict[str, tuple[str, bool, bool]] = {
 }
 CODECS = {"nf4": fsdp.nf4(), "nf4 nested": fsdp.nf4(nested=True), "int8": fsdp.int8(), "mxfp8": fsdp.mxfp8()}
 CODECS |= {"fp8_block": fsdp.fp8_block(), "tiles": fsdp.fp8_block(tile=(128, 128))}
+CODECS |= {"int4": fsdp.int4(), "dynamic8": fsdp.dynamic8()}
+GATHERS = {"fp8_block": fsdp.fp8_block(), "mxfp8": fsdp.mxfp8(), "nf4": fsdp.nf4()}
 
 
 class Lora(nn.Module):
@@ -205,6 +207,127 @@ def test_packed_wires_have_the_same_bits_in_each_run_and_in_a_graph() -> None:
             assert torch.equal(p, again[1][path]), path
             assert torch.equal(p, graph[1][path]), path
         assert any(p.any() for path, p in eager[1].items() if path.startswith("left "))
+
+
+def trainable_of(rule: fsdp.Precision) -> dict[str, fsdp.Precision]:
+    return {"*.base.weight": rule, "*": fsdp.Precision(compute=torch.bfloat16)}
+
+
+def gathered(way: str, codec: str) -> tuple[list[float], dict[str, bool]]:
+    """All weights train, matrices are gathered in a codec; whether compute sees what main weights are packed to, as a
+    CPU packs them."""
+    transport, compile, graph = WAYS[way]
+    rule = fsdp.Precision(compute=torch.bfloat16, gather=GATHERS[codec])
+    spec = fsdp.Spec(fsdp.local_mesh(), precision=trainable_of(rule), transport=transport)
+    state, model = fsdp.init(lambda: Net(WIDTH, DEPTH), spec, fsdp.adamw(lr=1e-3))
+    state, losses = losses_of(state, model, compile, graph, STEPS)
+    main = {path: p.cpu() for path, p in fsdp.full_params(state).items()}
+    _, seen = fsdp.unshard(state)
+    right = {}
+    for path, weight in seen.items():
+        if type(weight) is fsdp.PackedWeight:
+            form = Form(GATHERS[codec], tuple(weight.shape), torch.bfloat16)
+            there = form.unpack(form.pack(main[path]))
+            differ = (weight.dequantized().cpu() != there).float().mean().item()
+            right[path] = differ < 5e-3  # a GPU may divide to the neighbour
+    return losses, right
+
+
+def all_gathered(codec: str) -> list[Any]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        return [gathered(way, codec) for way in WAYS if way != "symmetric"]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("codec", GATHERS)
+def test_gathers_of_weights_that_train(codec: str) -> None:
+    """The same losses by every transport and in a graph; compiled units keep float32 between operations."""
+    ways = [way for way in WAYS if way != "symmetric"]
+    for found in launch(all_gathered, (codec,), nprocs=RANKS):
+        for way, (losses, right) in zip(ways, found, strict=True):
+            assert len(right) == 2 * DEPTH
+            assert all(right.values()), (way, right)
+            assert losses == pytest.approx(found[0][0], rel=2e-2 if "compiled" in way else 1e-6), way
+        assert found[0][0][-1] < found[0][0][0]
+
+
+def moments(device: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Weights and the planes of packed moments after some gradients."""
+    mesh: Any = fsdp.local_mesh(device)
+    seeded = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(512, 257, generator=seeded).to(device)}
+    state = fsdp.shard(params, fsdp.Spec(mesh), fsdp.adamw(lr=1e-2, moments=fsdp.dynamic8))
+    for _ in range(4):
+        grad = torch.randn(512, 257, generator=seeded) * 1e-3
+        state = fsdp.step(fsdp.reduce(state, {"w": grad.to(device)}))
+    planes = [b.local.cpu() for which in state.opt[:2] for tree in which.values() for b in tree.values()]
+    return fsdp.full_params(state)["w"].cpu(), planes
+
+
+def test_packed_moments_are_those_of_a_cpu() -> None:
+    """But for neighbours in the codebook."""
+    weights, planes = moments("cpu")
+    others, theirs = launch(moments, ("cuda",), nprocs=1)[0]
+    assert (weights - others).abs().max() < 5e-3
+    for one, other in zip(planes, theirs, strict=True):
+        if one.dtype is torch.uint8:
+            assert (one.int() - other.int()).abs().max() <= 1
+            assert (one != other).float().mean() < 1e-2
+        else:
+            assert torch.allclose(one, other, rtol=1e-2)
+
+
+def graphed_moments() -> list[list[float]]:
+    found = []
+    for graph in (False, True):
+        spec = fsdp.Spec(fsdp.local_mesh(), precision=fsdp.Precision(compute=torch.bfloat16))
+        state, model = fsdp.init(lambda: Net(WIDTH, DEPTH), spec, fsdp.adamw(lr=1e-3, moments=fsdp.dynamic8))
+        found.append(losses_of(state, model, False, graph, 2 * STEPS)[1])
+    return found
+
+
+def test_packed_moments_in_a_graph() -> None:
+    for eager, graph in launch(graphed_moments, (), nprocs=RANKS):
+        assert eager == pytest.approx(graph, rel=1e-6)
+        assert eager[-1] < eager[0]
+
+
+def by_axis(wire: Any, transport: str) -> list[float]:
+    """Gradients are reduced along "shard", and travel packed along "replica"."""
+    precision = fsdp.Precision(compute=torch.bfloat16, wire=wire, feedback=wire is not None)
+    mesh: Any = fsdp.local_mesh(replica=2, shard=-1)
+    spec = fsdp.Spec(mesh, fsdp.hsdp("replica", "shard"), precision=precision, transport=transport)
+    state, model = fsdp.init(lambda: Net(WIDTH, DEPTH), spec, fsdp.adamw(lr=1e-3))
+    return losses_of(state, model, False, False, 2 * STEPS)[1]
+
+
+def test_wires_along_the_slow_axis() -> None:
+    """On two GPUs "shard" is of one rank; on four both axes are there."""
+    for ranks in {2, 4 if torch.cuda.device_count() >= 4 else 2}:
+        plain = launch(by_axis, (None, "collective"), nprocs=ranks)[0]
+        found = launch(by_axis, ({"replica": fsdp.fp8_block}, "collective"), nprocs=ranks)[0]
+        again = launch(by_axis, ({"replica": fsdp.fp8_block}, "collective"), nprocs=ranks)[0]
+        assert found == pytest.approx(plain, rel=2e-2)
+        assert found == pytest.approx(again, rel=1e-6)
+
+
+def kept(keep: Any) -> tuple[float, int]:
+    state, model = start(fsdp.nf4(), "collective", LARGE, LAYERS)
+    spec = fsdp.Spec(
+        fsdp.local_mesh(), precision=rules(fsdp.nf4()), schedule=fsdp.Schedule(keep=keep),
+        trainable={"*lora*": True, "*": False},
+    )  # fmt: skip
+    return timed_steps(fsdp.redistribute(state, spec), model)
+
+
+def test_figures_of_kept_bases() -> None:
+    """Printed: a packed base that is gathered twice a step, and once. What is kept takes memory."""
+    (ms, peak), (once, more) = (launch(kept, (keep,), nprocs=RANKS)[0] for keep in (None, "frozen"))
+    print(f"\n{'nf4, gathered twice':>24} {ms:8.1f} ms {peak:8} MiB peak")
+    print(f"{'keep=frozen':>24} {once:8.1f} ms {more:8} MiB peak")
+    assert more > peak
 
 
 def test_figures_of_wires() -> None:
