@@ -410,7 +410,7 @@ def _refuse_wire(leaf: LeafInfo, placement: Placement, dtypes: LeafPrecision, sp
             f"{', '.join(map(repr, placement.data)) or 'no axis'}. Name one of these, or leave wire out for this leaf."
         )
     second = bool(axis) and prod(spec.axes[one] for one in placement.hops[: placement.hops.index(axis)]) > 1
-    if spec.transport.name != "collective" and not (second and spec.transport.name == "copy_engine"):
+    if spec.transport.name != "collective" and not (second and spec.transport.exact):
         raise SpecError(
             f"Precision(wire={codec}) of the leaf {leaf.path!r}: the transport {spec.transport.name!r} does not move "
             "packed gradients. Use Spec(transport='collective')."
