@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
 
@@ -165,13 +165,30 @@ class AdamW(UpdatesSome):
         return hash(type(self))
 
 
+@overload
+def adamw(
+    lr: Setting = ...,
+    betas: Betas | Mapping[str, Betas] = ...,
+    eps: Setting = ...,
+    weight_decay: Setting = ...,
+    moments: None = None,
+) -> AdamW: ...
+@overload
+def adamw(
+    lr: Setting = ...,
+    betas: Betas | Mapping[str, Betas] = ...,
+    eps: Setting = ...,
+    weight_decay: Setting = ...,
+    *,
+    moments: Codec | Callable[..., Codec],
+) -> PackedAdamW: ...
 def adamw(
     lr: Setting = 1e-3,
     betas: Betas | Mapping[str, Betas] = (0.9, 0.999),
     eps: Setting = 1e-8,
     weight_decay: Setting = 0.01,
     moments: Codec | Callable[..., Codec] | None = None,
-) -> AdamW | PackedAdamW:
+) -> Any:
     """AdamW with torch.optim.AdamW's defaults.
 
     Each setting is one for all leaves, or `{label: setting}` for the labels of `Spec(labels=...)`; "default" covers the

@@ -394,7 +394,7 @@ class Plan:
                 + (", debug" if self.schedule.debug else ""),
                 f"arena {bytes_text(self.arena)} ({self.rule}; lower bound {bytes_text(self.bound)}, "
                 f"{self.excess:+.1f} %), "
-                + (f"{bytes_text(held)} of it kept, " if self.schedule.keep is not None else "")
+                + (f"{bytes_text(held)} of it kept, " if self.schedule.keep == "frozen" else "")
                 + f"staging {bytes_text(self.staging)}"
                 + (f", exact sums {bytes_text(self.received)}" if self.received else ""),
             )

@@ -76,7 +76,7 @@ def loss_fn(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 PACKED = ("embed.weight", "base.weight")
 CODECS = {"nf4": fsdp.nf4(), "nf4 nested": fsdp.nf4(nested=True), "int8": fsdp.int8(), "mxfp8": fsdp.mxfp8()}
 CODECS |= {"fp8_block": fsdp.fp8_block(64)}
-OPTIMIZER = {"lr": 0.01, "weight_decay": 0.0}
+OPTIMIZER: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.0}
 
 
 def rules(codec: fsdp.Codec) -> dict[str, fsdp.Precision]:
@@ -109,7 +109,7 @@ def start(preset: str, codec: str = "nf4", **spec: Any) -> tuple[fsdp.State, Any
     mesh, placement = mesh_and_placement(preset)
     params, model = fsdp.functionalize(made())
     spec = {"precision": rules(CODECS[codec]), "units": ["embed", "blocks.*", "head"], **spec}
-    return fsdp.shard(params, fsdp.Spec(mesh, placement, **spec), fsdp.adamw(**OPTIMIZER)), model  # type: ignore[arg-type]
+    return fsdp.shard(params, fsdp.Spec(mesh, placement, **spec), fsdp.adamw(**OPTIMIZER)), model
 
 
 def check_bytes(state: fsdp.State) -> None:
@@ -339,7 +339,7 @@ def moved(folder: Path) -> None:
     same(copy.deepcopy(state))
     same(pickle.loads(pickle.dumps(state)))
     same(fsdp.load(folder / "saved", like=start("ddp")[0]))
-    loaded = same(fsdp.load(folder / "saved", state.spec, fsdp.adamw(**OPTIMIZER)))  # type: ignore[arg-type]
+    loaded = same(fsdp.load(folder / "saved", state.spec, fsdp.adamw(**OPTIMIZER)))
     same(fsdp.replace_params(start("zero2")[0], right))
     same(fsdp.shard(right, fsdp.Spec(mesh, trainable={"*lora*": True, "*": False})))
     plain = made()
