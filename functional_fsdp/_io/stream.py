@@ -23,10 +23,9 @@ from .._plan.layout import Unit
 from .._plan.route import Replicated
 from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._storage.conversions import part_of
 from .._storage.flat import leaf_shards, whole_leaves
 from .._storage.weights import stored_as, unpacked_leaves
-from .conversions import Conversions, checked
+from .conversions import Conversions, checked, part_of
 from .pieces import Piece, blocks, pieces
 
 __all__ = [
