@@ -81,10 +81,14 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(c.width)
         self.head = nn.Linear(c.width, c.vocab, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def features(self, tokens: Tensor) -> Tensor:
+        """What the head is given."""
         x = self.embed(tokens)
         cos, sin = rotary(tokens.shape[1], self.head_dim, like=x)
         for block in self.blocks:
             x = block(x, cos, sin)
-        logits = self.head(self.norm(x))
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.features(tokens))
         return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -13,6 +13,7 @@ from ._per_sample.clipped import clipped_gradients
 from ._per_sample.per_sample import per_sample_norms, per_sample_vjp
 from .accumulate import accumulate, divide
 from .budget import BudgetChoice, budget
+from .chunked_loss import chunked_loss, linear_cross_entropy
 from .clip import clip_by_global_norm, clip_by_value
 from .compile_report import ClassTimes, CompileReport, compile_report
 from .hvp import hvp
@@ -35,6 +36,7 @@ __all__ = [
     "any_nonfinite",
     "apply",
     "budget",
+    "chunked_loss",
     "clip_by_global_norm",
     "clip_by_value",
     "clipped_gradients",
@@ -50,6 +52,7 @@ __all__ = [
     "global_norm",
     "hvp",
     "jvp",
+    "linear_cross_entropy",
     "linearize",
     "norms",
     "offload",

@@ -41,6 +41,8 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 __all__ = [
+    "FUNCTIONALIZE",
+    "GRAD",
     "JVP",
     "PROXY",
     "CInterpreter",
@@ -160,7 +162,9 @@ dual_level_verbs: tuple[tuple[Any, str], ...] = (  # where they are: before torc
     if hasattr(predispatch, "_enter_dual_level_impl")
     else ((torch._C, "_enter_dual_level"), (torch._C, "_exit_dual_level"))
 )
-JVP = C._functorch.TransformType.Jvp  # the `key()` of a level
+FUNCTIONALIZE = C._functorch.TransformType.Functionalize  # the `key()` of a level
+GRAD = C._functorch.TransformType.Grad
+JVP = C._functorch.TransformType.Jvp
 saved_hooks_allowed = C._autograd._saved_tensors_hooks_is_enabled  # not inside of a gradient of torch.func's
 unwrap_for_grad = C._functorch._unwrap_for_grad  # a tensor of this level of jvp or grad, as the level below has it
 unwrapped = C._functorch.get_unwrapped  # such a tensor, as the level below has it
