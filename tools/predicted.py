@@ -3,8 +3,8 @@
     python tools/predicted.py            # the table of docs/benchmarks.md
     python tools/predicted.py --parts    # and what each prediction is made of
 
-The figures below are those of docs/benchmarks.md, milliseconds and MiB, of runs of this project on H100 and H200. Where
-that page has several runs of one row the one in the fullest table is here. A row that is measured in eager mode hangs
+The figures below are those of docs/results, milliseconds and MiB, of runs of this project on H100 and H200. Where there
+are several runs of one row the one in the fullest table is here. A row that is measured in eager mode hangs
 on its host: hosts differ by a factor of two there.
 """
 

@@ -10,6 +10,7 @@ import ast
 import importlib.util
 import inspect
 import io
+import json
 import math
 import re
 import sys
@@ -199,6 +200,16 @@ def test_every_page_is_in_the_nav_and_every_page_of_the_nav_is_there() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
     listed = re.findall(r": (\S+\.md)$", nav, re.MULTILINE)
     assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES)
+
+
+def test_every_result_says_how_it_was_measured_and_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    for file in sorted((ROOT / "docs" / "results").glob("*.json")):
+        found = json.loads(file.read_text())
+        assert {"question", "command", "machine", "versions", "date", "about", "rows"} <= {*found}, file.name
+        assert found["rows"], file.name
+        assert found["command"] or found["about"], file.name
+        assert f"(results/{file.name})" in page, file.name
 
 
 def test_every_public_name_is_in_the_reference_once() -> None:
