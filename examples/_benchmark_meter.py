@@ -121,6 +121,19 @@ class Meter:
         free, total = torch.cuda.mem_get_info()
         return Memory(torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total - free)
 
+    def joules(self) -> float | None:
+        """What this GPU has used since its driver was loaded, by NVML; None where that is not there."""
+        if not self.cuda:
+            return None
+        try:
+            import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
+            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+        except Exception:  # no such package, a driver that does not say it
+            return None
+
     def slowest(self, values: list[float]) -> list[float]:
         """The largest of each value over the ranks."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)

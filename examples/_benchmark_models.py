@@ -6,10 +6,13 @@
 | mixed, tiny-mixed | state-space, attention and mixture-of-experts blocks in turn (0.75 B, see             |
 |                   | `_benchmark_mixed.py`), a chain of stages, too                                       |
 | llama, tiny-llama | Hugging Face's Llama from a configuration (1.1 B): rows that take any module         |
+| llama3-8b         | the same with the sizes of Llama-3-8B, sequences of 8,192 tokens                     |
 | moe, tiny-moe     | Hugging Face's Mixtral from a configuration (1.0 B, two of eight experts a token),   |
 |                   | every expert on every rank, sharded as all else is: rows that take any module        |
 | hf:Qwen3, ...     | any other causal language model of Hugging Face's, by the name that its classes begin |
 |                   | with, of Llama's sizes (on CPUs of tiny-llama's)                                     |
+
+`--layers`, `--hidden` and `--vocab` change sizes, as `--model llama3-8b --layers 2 --hidden 64 --vocab 512`.
 
 Units are the same for every contestant: the embedding, each layer, and the last norm with the head.
 """
@@ -26,6 +29,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from _benchmark_mixed import Experts, Mamba
 
+from functional_fsdp import transforms as T
+
 
 @dataclass(frozen=True)
 class Config:
@@ -39,6 +44,7 @@ class Config:
     kind: str = "gpt"  # or "mixed", or of Hugging Face's: "Llama", "Mixtral"
     kv_heads: int = 0  # of Hugging Face's
     experts: int = 0  # of Mixtral and "mixed"; two of them a token
+    chunks: int = 0  # of tokens, for which head and loss are computed; 0: for all at once
 
     @property
     def stages(self) -> bool:
@@ -83,12 +89,28 @@ class Config:
         if self.stages:
             loss: torch.Tensor = model(tokens)
             return loss
+        if self.chunks:
+            return model(tokens[:, :-1], tokens[:, 1:])  # type: ignore[no-any-return]
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     def parameters(self) -> int:
         with torch.device("meta"):
             return sum(p.numel() for p in self.build().parameters())
+
+    def sized(self, layers: int | None, width: int | None, vocab: int | None) -> Config:
+        """The same with another number of layers, another width (and of all that goes by it), and other words."""
+        new = replace(self, depth=layers or self.depth, vocab=vocab or self.vocab)
+        if width is None:
+            return new
+        share = width / self.width
+        heads = max(2, round(self.heads * share))
+        kv_heads = max(1, heads * self.kv_heads // self.heads) if self.kv_heads else 0
+        return replace(new, width=width, heads=heads, kv_heads=kv_heads, hidden=max(1, round(self.hidden * share)))
+
+    def flops(self) -> float:
+        """Operations of a token's forward and backward: six for each parameter, and those of causal attention."""
+        return 6.0 * self.parameters() + 6.0 * self.depth * self.width * self.seq
 
 
 MODELS = {
@@ -107,6 +129,9 @@ MODELS = {
     ),
     "llama": Config(
         vocab=32000, width=2048, depth=22, heads=32, hidden=5632, batch=2, seq=2048, kind="Llama", kv_heads=4
+    ),
+    "llama3-8b": Config(
+        vocab=128256, width=4096, depth=32, heads=32, hidden=14336, batch=1, seq=8192, kind="Llama", kv_heads=8
     ),
     "tiny-moe": Config(
         vocab=4096, width=128, depth=3, heads=4, hidden=128, batch=4, seq=64, kind="Mixtral", kv_heads=2, experts=4
@@ -185,8 +210,11 @@ class Head(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.norm, self.out = nn.RMSNorm(c.width), nn.Linear(c.width, c.vocab, bias=False)
+        self.chunks = c.chunks
 
     def forward(self, h: torch.Tensor, tokens: torch.Tensor) -> Any:
+        if self.chunks:
+            return T.linear_cross_entropy(self.norm(h), self.out.weight, tokens[:, 1:], chunks=self.chunks)
         logits = self.out(self.norm(h))
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
@@ -205,6 +233,35 @@ class GPT(nn.Module):
         for block in self.blocks:
             h = block(h, tokens)
         return self.head(h, tokens)
+
+
+class ChunkedHead(nn.Linear):
+    """The head of one of Hugging Face's models: hidden states and labels -> loss []."""
+
+    chunks: int
+
+    def forward(self, h: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
+        return T.linear_cross_entropy(h, self.weight, labels, self.bias, chunks=self.chunks)
+
+
+@cache
+def _in_chunks(cls: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: Any, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+        h = getattr(self, self.base_model_prefix)(input_ids=tokens, use_cache=False)[0]
+        return self.get_output_embeddings()(h, labels)
+
+    return type(f"{cls.__name__}InChunks", (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
+def in_chunks(model: Any, chunks: int) -> nn.Module:
+    """The model with its loss in chunks of tokens, for every contestant the same code: what `T.chunked_loss` does."""
+    if isinstance(model, GPT):
+        model.head.chunks = chunks
+        return model
+    head = model.get_output_embeddings()
+    head.__class__, head.chunks = ChunkedHead, chunks
+    model.__class__ = _in_chunks(type(model))
+    return model  # type: ignore[no-any-return]
 
 
 def batches(c: Config, count: int, device: torch.device) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn as nn
 from _benchmark_setting import LR, Setting, Step
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 __all__ = ["ddp", "fsdp2", "fsdp2_float8", "fsdp2_tuned", "megatron"]
 
@@ -32,6 +34,8 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting
 def fsdp2(model: nn.Module, setting: Setting, tune: Callable[[Any, list[Any], Setting], None] | None = None) -> Step:
     policy = MixedPrecisionPolicy(param_dtype=setting.dtype, reduce_dtype=setting.wire or setting.dtype)
     reshard = setting.placement not in ("zero1", "zero2") and setting.keep != "all"
+    if setting.selective:
+        selective(setting.to_compile(model)[: setting.config.depth])
     for layer in setting.to_compile(model):
         layer.compile(dynamic=False)
     *units, head = setting.modules(model)
@@ -42,6 +46,31 @@ def fsdp2(model: nn.Module, setting: Setting, tune: Callable[[Any, list[Any], Se
     if tune:
         tune(model, [modules[0] for modules in (*units, head)], setting)
     return trained(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True), setting)
+
+
+def selective(layers: list[nn.Module]) -> None:
+    """torch's selective checkpoints, by torchtitan's policy: attention and every other matrix product are saved."""
+    aten = torch.ops.aten
+    saved = {
+        aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }  # fmt: skip
+
+    def contexts() -> Any:
+        products = {True: 0, False: 0}
+
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            if op is aten.mm.default:
+                products[ctx.is_recompute] += 1
+                return (
+                    CheckpointPolicy.MUST_SAVE if products[ctx.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+                )
+            return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
 
 
 def fsdp2_float8(model: nn.Module, setting: Setting) -> Step:

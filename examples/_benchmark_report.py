@@ -42,6 +42,11 @@ class Row:
     to_bound: float | None = None  # this row's time / that of the bound
     bound: str | None = None  # which row that is
     by_hand: float | None = None  # this row's time / that of the loop by hand
+    tokens_s: float | None = None  # of each rank; this and the next four with --efficiency
+    tflops: float | None = None  # of each rank
+    share: float | None = None  # of the GPU's peak
+    joules: float | None = None  # a token, of the GPU alone
+    sixth_s: float | None = None  # from the building of the model to the end of the sixth step
     between: str = ""  # what moved data between GPUs in a step, if that was asked for
     processes: int = 1  # which set of processes it ran in
 
@@ -57,6 +62,11 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "peak MiB": lambda row: number(row.peak_bytes, 0, 2**20),
     "reserved MiB": lambda row: number(row.reserved_bytes, 0, 2**20),
     "device MiB": lambda row: number(row.device_bytes, 0, 2**20),
+    "tokens/s": lambda row: number(row.tokens_s, 0),
+    "TFLOP/s": lambda row: number(row.tflops, 1),
+    "% of peak": lambda row: number(row.share, 1, 0.01),
+    "J / token": lambda row: number(row.joules, 4),
+    "sixth step s": lambda row: number(row.sixth_s, 1),
     "loss": lambda row: number(row.loss, 4),
     "FSDP2 / this": lambda row: number(row.ratio, 3),
     "best / this": lambda row: number(row.best_ratio, 3),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from _benchmark_models import Config
+from _benchmark_models import Config, in_chunks
 from _benchmark_peers import ddp, fsdp2, fsdp2_float8, fsdp2_tuned, megatron
 from _benchmark_setting import LR, WARMUP, Build, Setting, Step
 from _benchmark_simple_fsdp import simple_fsdp
@@ -205,6 +205,13 @@ def varied(build: Build, **changes: Any) -> Build:
     return lambda model, setting: build(model, replace(setting, **changes))
 
 
+def chunked(build: Build, **changes: Any) -> Build:
+    """The row with head and loss in 8 chunks of tokens."""
+    return lambda model, setting: build(
+        in_chunks(model, 8), replace(setting, config=replace(setting.config, chunks=8), **changes)
+    )
+
+
 def hybrid(build: Build, placement: str, **changes: Any) -> Build:
     """The row on the mesh replica × shard."""
     return lambda model, setting: build(
@@ -231,6 +238,12 @@ CONTESTANTS = {
     "graph": Contestant(varied(either, graph=True), group="graphs"),
     "graph compiled": Contestant(varied(either, graph=True, compiled=True), group="graphs"),
     "graph compiled cast once": Contestant(varied(either, graph=True, compiled=True, once=True), group="graphs"),
+    "driven chunked loss": Contestant(chunked(driven)),
+    "driven traced chunked loss": Contestant(chunked(driven_traced), group="traced"),
+    "graph compiled chunked loss": Contestant(chunked(either, graph=True, compiled=True), group="graphs"),
+    "copy engine graph compiled chunked loss": Contestant(
+        chunked(either, transport="copy_engine", graph=True, compiled=True), group="copies"
+    ),
     "copy engine": Contestant(varied(either, transport="copy_engine"), group="copies"),
     "copy engine compiled": Contestant(varied(either, transport="copy_engine", compiled=True), group="copies"),
     "copy engine graph": Contestant(varied(either, transport="copy_engine", graph=True), group="copies"),
@@ -284,6 +297,9 @@ CONTESTANTS = {
     "FSDP2 hsdp": Contestant(hybrid(fsdp2, "hsdp"), "peer", "peers", hybrid=True),
     "FSDP2 compiled hsdp": Contestant(hybrid(fsdp2, "hsdp", compiled=True), "peer", "peers compiled", hybrid=True),
     "FSDP2 compiled": Contestant(varied(fsdp2, compiled=True), "peer", "peers compiled"),
+    "FSDP2 chunked loss": Contestant(chunked(fsdp2), "peer", "peers"),
+    "FSDP2 compiled chunked loss": Contestant(chunked(fsdp2, compiled=True), "peer", "peers compiled"),
+    "FSDP2 compiled selective": Contestant(varied(fsdp2, compiled=True, selective=True), "peer", "peers compiled"),
     "FSDP2 tuned compiled": Contestant(varied(fsdp2_tuned, compiled=True), "peer", "peers compiled"),
     "FSDP2 float8 compiled": Contestant(varied(fsdp2_float8, compiled=True), "peer", "peers compiled"),
     "SimpleFSDP": Contestant(simple_fsdp, "peer", "SimpleFSDP"),
@@ -316,6 +332,8 @@ def missing(name: str, model: str, config: Config, cuda: bool, placement: str, r
     """Why this row cannot run, or None."""
     if CONTESTANTS[name].hybrid and ranks % replicas:
         return f"{ranks} ranks are no multiple of {replicas} replicas (--replicas)"
+    if "chunked" in name and config.kind == "mixed":
+        return "has no chunked loss of the mixed stack"
     if CONTESTANTS[name].stages and not config.stages:
         return f"{model} is no chain of stages; driven takes any module"
     if ("graph" in name or "symmetric" in name or "zero-CTA" in name) and not cuda:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from _benchmark_models import Config
+from _benchmark_models import Config, parts
 from float8 import converted, gathered
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -43,6 +43,7 @@ class Setting:
     offloaded: int = 0  # one of so many layers, the first ones: their activations wait in the host's memory
     gather: tuple[str, ...] = ()  # weights that are gathered in float8
     rounded: bool = False  # whether weights are rounded to `dtype` before the first step
+    selective: bool = False  # FSDP2's layers recompute what torch's policy for selective checkpoints does not save
     once: bool = False  # whether shards are kept as they are gathered, so that gathers cast nothing
 
     def spec(self) -> fsdp.Spec:
@@ -58,7 +59,7 @@ class Setting:
     def functionalize(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], Any]:
         params, skeleton = fsdp.functionalize(model)
         if self.compiled:
-            skeleton = T.compile_units(skeleton, self.config.layers)
+            skeleton = T.compile_units(skeleton, self.config.layers, *self.chunked_head())
         if self.offloaded:
             first = [path for path in self.config.units() if path.startswith(self.config.layers[:-1])]
             skeleton = T.offload(skeleton, *first[: max(1, len(first) // self.offloaded)])
@@ -67,6 +68,10 @@ class Setting:
     def shard(self, model: nn.Module) -> tuple[fsdp.State, Any]:
         params, skeleton = self.functionalize(model)
         return fsdp.shard(params, self.spec(), fsdp.adamw(lr=LR), buffers=fsdp.buffers(model)), skeleton
+
+    def chunked_head(self) -> list[str]:
+        """The path of the head, if its loss is in chunks: then it is compiled as layers are."""
+        return [parts(self.config)[2][-1]] if self.config.chunks else []
 
     def modules(self, model: nn.Module) -> list[list[nn.Module]]:
         """Those of each unit."""
@@ -81,6 +86,7 @@ class Setting:
         return replace(self, gather=tuple(path for path in gathered(model) if path != "*"))
 
     def to_compile(self, model: nn.Module) -> list[nn.Module]:
-        """The layers, which peers compile their way; none where nothing is compiled."""
+        """The layers, and a head in chunks, which peers compile their way; none where nothing is compiled."""
         paths = [path for path in self.config.units() if path.startswith(self.config.layers[:-1])]
+        paths += self.chunked_head()
         return [model.get_submodule(path) for path in paths] if self.compiled else []

@@ -3,6 +3,7 @@
     python examples/benchmark.py                              # CPU (gloo): a tiny GPT on 2 ranks, under a minute
     python examples/benchmark.py --model 1.2b --ranks 8       # GPUs (NCCL), bfloat16
     python examples/benchmark.py --model 1.2b --only all --apart --chart speed.png --json speed.json
+    python examples/benchmark.py --model llama3-8b --apart rows --yardsticks none --only "FSDP2 compiled,graph compiled"
     torchrun --nproc-per-node 8 examples/benchmark.py --model 6.7b
 
 | row             | what it is                                                                                       |
@@ -45,6 +46,11 @@
 |                 | moved by torch's manual overlap pass: `_benchmark_simple_fsdp.py`                                |
 | DDP             | `DistributedDataParallel`; with bfloat16, of a bfloat16 copy, and float32 main weights beside it |
 | DDP compiled    | with `layer.compile()`                                                                           |
+| ... chunked     | head and loss in 8 chunks of tokens, so that no table of all logits is made: "driven chunked     |
+| loss            | loss", "driven traced chunked loss", "graph compiled chunked loss", "copy engine graph compiled  |
+|                 | chunked loss"; FSDP2 with the same code: "FSDP2 chunked loss", "FSDP2 compiled chunked loss"     |
+| FSDP2 compiled  | layers with torch's selective checkpoints, by torchtitan's policy: attention and every other     |
+| selective       | matrix product are saved                                                                         |
 | Megatron-FSDP   | `megatron_fsdp.fully_shard_model` where that package is installed, and GPUs; also with layers'   |
 |                 | `forward` compiled, "Megatron-FSDP compiled"                                                     |
 | resident        | what no sharding can beat: whole weights stay in place, nothing is sent, and each rank updates   |
@@ -88,6 +94,13 @@ yardsticks once, and notes have their times in the other sets.
 | this / hand  | this row's time by that of "unit by unit" in the same round, the median over rounds; what driving    |
 |              | costs is "driven" here: at most 1.05 is what it should be                                            |
 
+| tokens/s     | of each rank; this and the next four with `--efficiency`, and for llama3-8b                          |
+| TFLOP/s      | of each rank: 6 operations for each parameter and token, and 6 × layers × width × sequence of causal |
+|              | attention; "% of peak" is its share of the GPU's peak in this dtype (`fsdp.Hardware`)                |
+| J / token    | what the GPU used in the turns, by NVML (pynvml), the mean over ranks                                |
+| sixth step s | from the building of the model to the end of the sixth step; of rows that share a process only the   |
+|              | first finds no compiled code of others                                                               |
+
 Columns in which nothing was measured are left out. `--kernels` adds a line for each row: which kernels and copies moved
 data between GPUs in one step of rank 0, how many, and their milliseconds in all, waits for other ranks included.
 """
@@ -99,6 +112,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from argparse import Namespace
 from dataclasses import replace
 from functools import partial
@@ -126,6 +140,9 @@ class Runner:
         self.losses: list[torch.Tensor] = []
         self.seconds: list[float] = []  # a step, by rounds
         self.host: list[float] = []
+        self.joules: list[float] = []
+        self.sixth: list[float] = []  # seconds until the sixth step was over, and the first six of them
+        start = time.perf_counter()
 
         def build() -> None:
             torch.manual_seed(0)
@@ -140,15 +157,42 @@ class Runner:
             self.run(1)  # after the first step optimizers have their state
 
         self.resident, _ = meter.memory(build)
+        self.spent = time.perf_counter() - start
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.losses.append(self.step(next(self.data)))
 
+    def warm_up(self, steps: int) -> None:
+        """Steps after the first one. The sixth of all is noted, if it is among them."""
+        for _ in range(steps):
+            self.spent += self.meter.time(lambda: self.run(1))[0]
+            if len(self.losses) == 6:
+                self.sixth = [self.spent]
+
     def turn(self, steps: int) -> None:
+        before = self.meter.joules()
         self.seconds.append(self.meter.time(lambda: self.run(steps))[0] / steps)
+        after = self.meter.joules()
+        if before is not None and after is not None:
+            self.joules.append((after - before) / steps)
         if self.meter.cuda:
             self.host.append(self.meter.time(lambda: self.run(1))[1])
+
+    def efficiency(self, config: Config, dtype: torch.dtype) -> dict[str, float]:
+        """Figures by tokens, of a rank."""
+        tokens = config.batch * config.seq
+        rate = tokens / median(self.meter.slowest(self.seconds))
+        found = {"tokens_s": rate, "tflops": rate * config.flops() / 1e12}
+        if self.meter.cuda:
+            found["share"] = 1e12 * found["tflops"] / fsdp.Hardware.here().peak(dtype)
+        if self.sixth:
+            (found["sixth_s"],) = self.meter.slowest(self.sixth)
+        if self.joules:
+            total = torch.tensor(median(self.joules) / tokens, dtype=torch.float64, device=self.meter.device)
+            dist.all_reduce(total)
+            found["joules"] = total.item() / dist.get_world_size()
+        return found
 
     def row(self) -> Row:
         """All of it but the ratios."""
@@ -214,7 +258,8 @@ def measure(args: Namespace) -> Table:
         torch.set_num_threads(1)
     meter = Meter(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
     base = named(args.model, cuda)
-    config = replace(base, batch=args.batch or base.batch, seq=args.seq or base.seq)
+    sized = base.sized(args.layers, args.hidden, args.vocab)
+    config = replace(sized, batch=args.batch or base.batch, seq=args.seq or base.seq)
     dtype = getattr(torch, args.dtype or ("bfloat16" if cuda else "float32"))
     setting = Setting(mesh, both, config, args.placement, dtype, budget=int(2**20 * (args.budget or 0)))
     setting = replace(setting, rounded=args.start == "rounded")
@@ -223,13 +268,16 @@ def measure(args: Namespace) -> Table:
 
     runners = [Runner(name, config, setting, data, meter) for name in args.only]
     for runner in runners:
-        runner.run(warmup - 1)
+        runner.warm_up(warmup - 1)
     for r in range(args.rounds):
         first = r % len(runners)
         for runner in runners[first:] + runners[:first]:
             runner.turn(args.steps)
     rounds = {runner.name: meter.slowest(runner.seconds) for runner in runners}
-    rows = compared({runner.name: runner.row() for runner in runners}, rounds)
+    found = {runner.name: runner.row() for runner in runners}
+    if args.efficiency:
+        found = {each.name: replace(found[each.name], **each.efficiency(config, dtype)) for each in runners}
+    rows = compared(found, rounds)
     if args.kernels and cuda:
         seen = {runner.name: meter.kernels(partial(runner.run, 1)) for runner in runners}
         rows = [replace(row, between=sent(seen[row.name])) for row in rows]
@@ -252,6 +300,10 @@ def arguments(given: list[str] | None = None) -> Namespace:
     add("--device", choices=("cpu", "cuda"), help="default: CUDA where there is any")
     add("--batch", type=int, help="sequences a rank; default by model")
     add("--seq", type=int, help="tokens a sequence; default by model")
+    add("--layers", type=int, help="of the model; default by model")
+    add("--hidden", type=int, help="the model's width, by which heads and MLPs go; default by model")
+    add("--vocab", type=int, help="words; default by model")
+    add("--efficiency", action="store_true", help="columns by tokens; the default of llama3-8b")
     add("--steps", type=int, default=3, help="steps of a turn")
     add("--rounds", type=int, default=6, help="turns of each contestant")
     add("--warmup", type=int, default=3, help="steps before the clock runs, at least 1")
@@ -319,6 +371,9 @@ def chosen(args: Namespace, parser: argparse.ArgumentParser) -> None:
     megatron = any(name.startswith("Megatron") for name in (*args.only, *args.yardsticks))
     args.start = args.start or ("rounded" if megatron else "float32")
     args.failed = False
+    args.efficiency = args.efficiency or args.model == "llama3-8b"
+    if args.efficiency:
+        args.warmup = max(args.warmup, 6)
     if not args.only:
         parser.error("--only: no row is left. " + " ".join(args.notes))
     if args.apart and "RANK" in os.environ:
@@ -332,10 +387,25 @@ def run_apart(args: Namespace) -> list[Table]:
         if name not in args.yardsticks:
             sets.setdefault(name if args.apart == "rows" else CONTESTANTS[name].group, []).append(name)
     tables = []
-    alike = ("model", "ranks", "device", "batch", "seq", "steps", "rounds", "warmup", "dtype", "placement", "replicas")
+    alike = (
+        "model",
+        "layers",
+        "hidden",
+        "vocab",
+        "ranks",
+        "device",
+        "batch",
+        "seq",
+        "steps",
+        "rounds",
+        "warmup",
+        "dtype",
+        "placement",
+        "replicas",
+    )
     given = {name: getattr(args, name) for name in (*alike, "start", "budget")}
     flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    flags += ["--kernels"] * args.kernels
+    flags += ["--kernels"] * args.kernels + ["--efficiency"] * args.efficiency
     for number, (group, rows) in enumerate((sets or {"yardsticks": []}).items(), 1):
         together = ",".join([*rows, *args.yardsticks])
         print(f"processes {number} of {max(1, len(sets))} ({group}): {together}", flush=True)
