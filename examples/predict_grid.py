@@ -3,6 +3,7 @@
     python examples/predict_grid.py                                   # on all GPUs, 0.16 B and 1.2 B
     python examples/predict_grid.py --models 1.2b --ranks 2 --limit 240
     python examples/predict_grid.py --models tiny --ranks 2 --device cpu      # a dry run: no times of worth
+    python examples/predict_grid.py --models 1.2b --ranks 4 --tune --limit 420     # 40 settings beside tune's choice
 
 | column       | what it is                                                                                       |
 |--------------|--------------------------------------------------------------------------------------------------|
@@ -12,6 +13,10 @@
 | peak         | MiB, the most that the caching allocator gave in a step, and shared memory; of a graph as it was |
 |              | captured                                                                                         |
 
+With `--tune` every setting of a grid is measured: placements, prefetch, kept units, transports, recomputed blocks; and
+what `fsdp.tune` chooses for the same budget (`--budget`, GiB a rank; default: what tune takes). The choice is measured
+first and last. *choice / best* is the choice's time by that of the fastest setting within the budget.
+
 Below the table are the links, the host's share of the eager steps, and the lines for docs/benchmarks.md.
 """
 
@@ -19,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -45,9 +51,16 @@ class Case:
     keep: Any = None
     remat: str = ""
     transport: str = "collective"
+    prefetch: int = 1
+    spec: Any = None  # in the place of all that, on paper: of `fsdp.tune`
+    ways: tuple[tuple[str, str], ...] = ()  # by path of a block what becomes of what it saves: of `fsdp.tune`
+    said: str = ""
 
     def __str__(self) -> str:
+        if self.said:
+            return self.said
         words = [self.placement, "graph" if self.graph else "eager"]
+        words += [f"prefetch {self.prefetch}"] * (self.prefetch != 1)
         words += ["compiled"] * self.compiled + ["kept"] * (self.keep is not None)
         words += [self.remat] * bool(self.remat) + ["copy engine"] * (self.transport == "copy_engine")
         return ", ".join(words)
@@ -61,7 +74,53 @@ CASES = [
 ]  # fmt: skip
 
 
+def grid(compiled: bool) -> list[Case]:
+    """40 settings, all as graphs."""
+    transports, blocks = ("collective", "copy_engine"), ("", "half recomputed", "recomputed")
+    every = [
+        Case("zero3", True, compiled, keep, remat, transport, prefetch)
+        for prefetch in (1, 2, 3) for keep in (None, "all") for transport in transports for remat in ("", "recomputed")
+    ]  # fmt: skip
+    every += [
+        Case("zero3", True, compiled, keep, "half recomputed", transport)
+        for keep in (None, "all") for transport in transports
+    ]  # fmt: skip
+    return every + [
+        Case(placement, True, compiled, None, remat, transport)
+        for placement in ("zero2", "ddp") for transport in transports for remat in blocks
+    ]  # fmt: skip
+
+
+def chosen(found: fsdp.Tuned, compiled: bool) -> Case:
+    """What tune chose, for `measured`."""
+    best = found.best
+    return Case(
+        graph=True, compiled=compiled, spec=best.spec, ways=tuple(best.ways.items()), said=f"tune's choice: {best}"
+    )
+
+
+def treated(model: Any, ways: tuple[tuple[str, str], ...]) -> Any:
+    """A model whose blocks keep, recompute or move what `Candidate.ways` says of them."""
+    groups: dict[str, list[str]] = {}
+    for path, way in ways:
+        groups.setdefault(way, []).append(path)
+    for way, paths in groups.items():
+        if way == "moved":
+            model = T.offload(model, *paths)
+        elif way != "kept":
+            parts = {
+                what: tuple(named.split(", ")) for named, what in re.findall(r"(?:but |; ?)([^;]+) (kept|moved)", way)
+            }
+            model = T.remat(model, *paths, save=parts.get("kept", ()), offload=parts.get("moved", ()))
+    return model
+
+
 def changed(model: Any, case: Case) -> Any:
+    if case.ways:
+        return treated(model, case.ways)
+    if case.remat == "half recomputed":
+        count = len(model.blocks)
+        return T.remat(model, *(f"blocks.{i}" for i in range(count // 2)))
     if case.remat == "recomputed":
         return T.remat(model, "blocks.*")
     if case.remat == "mlp moved":
@@ -70,8 +129,13 @@ def changed(model: Any, case: Case) -> Any:
 
 
 def spec_of(case: Case, config: Config, mesh: Any) -> fsdp.Spec:
+    if case.spec is not None:
+        return fsdp.Spec(
+            mesh, case.spec.placements[0][1], precision=fsdp.Precision(compute=torch.bfloat16), units=config.units(),
+            schedule=replace(case.spec.schedule, overlap_update=True), transport=case.spec.transport,
+        )  # fmt: skip
     names = tuple(mesh) if isinstance(mesh, dict) else mesh.mesh_dim_names
-    schedule = fsdp.Schedule(keep=case.keep, overlap_update=True)
+    schedule = fsdp.Schedule(keep=case.keep, prefetch=case.prefetch, overlap_update=True)
     return fsdp.Spec(
         mesh, getattr(fsdp, case.placement)(*names), precision=fsdp.Precision(compute=torch.bfloat16),
         units=config.units(), schedule=schedule, transport=case.transport,
@@ -141,6 +205,58 @@ def measured(config: Config, case: Case, steps: int, device: str) -> dict[str, f
     return found
 
 
+def compare_with_tune(args: argparse.Namespace) -> None:
+    """Measure tune's choice and every setting of the grid, and print them, the fastest first."""
+    begun = time.perf_counter()
+    with fsdp.workers(nprocs=args.ranks) as ranks:
+        links = ranks(links_here, args.device).get()[0]
+        name = ranks(device_name, args.device).get()[0]
+        hardware = args.hardware or next((one for one in fsdp.Hardware.names() if one in name), "H100")
+        for model in args.models:
+            config = replace(MODELS[model], batch=2) if model == "tiny" else MODELS[model]
+            with torch.device("meta"):
+                shapes = config.build()
+            tokens = torch.empty(config.batch, config.seq + 1, dtype=torch.int64, device="meta")
+            found = fsdp.tune(
+                shapes, config.loss, tokens, mesh={"data": args.ranks}, hardware=hardware, links=links,
+                budget=None if args.budget is None else int(args.budget * 2**30), optimizer=fsdp.adamw(lr=LR),
+                units=config.units(), compiled=args.compiled,
+            )  # fmt: skip
+            print(f"{model}, {args.ranks} × {name}\n{found}\n", flush=True)
+            choice = chosen(found, args.compiled)
+            rows: list[tuple[Case, float, float | None]] = []
+            for case in [choice, *grid(args.compiled)[: args.cases or None], choice]:
+                if time.perf_counter() - begun > args.limit and case is not choice:
+                    print(f"{case}: left out after {args.limit:.0f} s", flush=True)
+                    continue
+                try:
+                    every = ranks(measured, config, case, args.steps, args.device).get()
+                except Exception as error:
+                    print(f"{case}: {type(error).__name__}: {str(error)[:160]}", flush=True)
+                    continue
+                peaks = [one["peak"] for one in every if "peak" in one]
+                rows.append((case, max(one["ms"] for one in every), max(peaks) if peaks else None))
+            print(beside_choice(rows, choice, found.budget), flush=True)
+
+
+def beside_choice(rows: list[tuple[Case, float, float | None]], choice: Case, budget: int) -> str:
+    """The table of `--tune`. Of a setting that was measured twice the faster time counts."""
+    times: dict[Case, float] = {}
+    peaks: dict[Case, float | None] = {}
+    for case, ms, peak in rows:
+        times[case], peaks[case] = min(ms, times.get(case, ms)), peak
+    fits = [case for case in times if (peaks[case] or 0) <= budget]
+    lines = ["| setting | ms | peak MiB | |", "|---|---:|---:|---|"]
+    for case in sorted(times, key=lambda case: times[case]):
+        peak = peaks[case]
+        why = "" if case in fits else "over the budget"
+        lines.append(f"| {case} | {times[case]:.1f} | {'-' if peak is None else f'{peak / MIB:,.0f}'} | {why} |")
+    if choice in fits:
+        best = min(fits, key=lambda case: times[case])
+        lines.append(f"\nchoice / best: {times[choice] / times[best]:.3f}, of {len(times)} settings; best: {best}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
@@ -151,8 +267,14 @@ def main() -> None:
     add("--hardware", default=None, help="default: by the GPU's name, or H100")
     add("--steps", type=int, default=10)
     add("--limit", type=float, default=330, help="seconds after which no further case begins")
-    add("--cases", type=int, default=len(CASES), help="how many of the cases")
+    add("--cases", type=int, help="how many of the cases; default: all")
+    add("--tune", action="store_true", help="a grid of 40 settings beside tune's choice")
+    add("--budget", type=float, help="GiB a rank, of --tune; default: tune's")
+    add("--compiled", action="store_true", help="of --tune: units are compiled")
     args = parser.parse_args()
+    if args.tune:
+        compare_with_tune(args)
+        return
     begun = time.perf_counter()
     rows: list[tuple[str, Case, Any, Any, dict[str, float]]] = []
     with fsdp.workers(nprocs=args.ranks) as ranks:
@@ -164,7 +286,7 @@ def main() -> None:
             config = MODELS[model]
             if model == "tiny":
                 config = replace(config, batch=2)
-            cases = CASES[: args.cases]
+            cases = CASES[: args.cases or None]
             said = predictions(config, cases, args.ranks, hardware, None)
             with_links = predictions(config, cases, args.ranks, hardware, links)
             for case, by_table, by_links in zip(cases, said, with_links, strict=True):

@@ -356,7 +356,7 @@ class _Loss:
         else:
             hidden = getattr(model, self.base)(*args, **{"use_cache": False, **kwargs})[0]
         if self.shift:
-            labels = F.pad(labels, (0, 1), value=self.ignore_index)[..., 1:]  # type: ignore[arg-type]
+            labels = F.pad(labels, (0, 1), value=self.ignore_index)[..., 1:]
         head = model
         for name in self.head:
             head = getattr(head, name)

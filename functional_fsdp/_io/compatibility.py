@@ -59,6 +59,7 @@ def about_of(state: State) -> dict[str, Any]:
         "buffers": _kinds(state.buffers),
         "local_buffers": sorted(state.local_buffers),
         "src": state.version.lineage.src,
+        **({"activations": dict(activations)} if (activations := state.version.lineage.activations) else {}),
     }
 
 

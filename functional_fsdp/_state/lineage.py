@@ -15,7 +15,7 @@ is next looked at.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -90,7 +90,8 @@ class Lineage:
     as the host knows (of compiled ones in a row it knows one); broken, why its states are of no more use, or "";
     moved_by, the verb that took what they held, or ""; offset; `follow` and `stepped`; beside_backward and
     keeps_gradients, see `_engine.sink`; local_buffers, the paths of buffers that may differ by rank; src, the rank that
-    had the values where only one of them had (`shard(src=)`).
+    had the values where only one of them had (`shard(src=)`); activations, by path of a module what becomes of what it
+    saves, where a transform has chosen that for the run.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Lineage:
         self.executor: Executor | None = None
         self.broken = ""
         self.moved_by = ""
+        self.activations: Mapping[str, str] = {}
         self.successor: Lineage | None = None  # of the state that this verb returned
         self.lent: LentTree | None = None  # the whole tree that the step has handed out last
         self.call = OpenCall()
@@ -122,7 +124,13 @@ class Lineage:
 
     def heir(self, run: Runtime, layout: Layout, spec: Spec, steps: int, count: torch.Tensor) -> Lineage:
         """The lineage of states that are made of this one's, perhaps on another mesh."""
-        return Lineage(run, layout, spec, steps, count, self.local_buffers, self.src)
+        new = Lineage(run, layout, spec, steps, count, self.local_buffers, self.src)
+        new.activations = self.activations
+        return new
+
+    def note_activations(self, ways: Mapping[str, str]) -> None:
+        """What becomes of what modules save, in words by path: checkpoints of the run say it. The same on all ranks."""
+        self.activations = ways
 
     def enroll(self) -> None:
         """Let restarts compare this lineage's step count across ranks. Called in the same order on every rank."""

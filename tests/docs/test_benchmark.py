@@ -60,6 +60,82 @@ def test_a_mixture_of_experts_and_units_that_stay_gathered(tmp_path: Path) -> No
 
 
 @pytest.mark.large
+def test_llama_3_8b_in_small_with_its_loss_in_chunks(tmp_path: Path) -> None:
+    rows = "driven,driven chunked loss,FSDP2,FSDP2 chunked loss"
+    sizes = ["--layers", "2", "--hidden", "64", "--vocab", "4096", "--seq", "64"]
+    found = benchmark(tmp_path, "--model", "llama3-8b", *sizes, "--only", rows)
+    plain, some, peer, its = found["rows"].values()
+    assert found["config"]["depth"] == 2
+    assert found["config"]["width"] == 64
+    for chunked, whole in ((some, plain), (its, peer)):
+        assert chunked["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+        assert chunked["peak_bytes"] < whole["peak_bytes"]
+    for row in found["rows"].values():
+        assert row["tokens_s"] == pytest.approx(64e3 / row["step_ms"])
+        assert row["tflops"] * 1e12 == pytest.approx(row["tokens_s"] * 6 * (found["parameters"] + 2 * 64 * 64))
+        assert row["sixth_s"] > 0
+        assert row["share"] is None  # of a GPU's peak
+    assert "| tokens/s | TFLOP/s | sixth step s |" in found["printed"]
+
+
+def test_sizes_go_by_the_width() -> None:
+    config = _benchmark_models.MODELS["llama3-8b"]
+    small = config.sized(2, 64, 512)
+    assert (small.depth, small.width, small.heads, small.kv_heads, small.hidden, small.vocab) == (2, 64, 2, 1, 224, 512)
+    assert config.sized(None, None, None) == config
+
+
+def test_matrix_products_in_turn_are_saved_by_selective_checkpoints() -> None:
+    """The same loss and gradients, and layers whose forward runs again."""
+    import _benchmark_peers
+
+    layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)) for _ in range(2)]
+    x = torch.randn(4, 8, requires_grad=True)
+    want = torch.autograd.grad(layers[1](layers[0](x)).square().sum(), x)
+    calls: list[int] = []
+    layers[0].register_forward_pre_hook(lambda *_: calls.append(0))
+    layers[0][1].register_forward_pre_hook(lambda *_: calls.append(1))
+    _benchmark_peers.selective([*layers])
+    found = torch.autograd.grad(layers[1](layers[0](x)).square().sum(), x)
+    assert torch.equal(found[0], want[0])
+    assert calls.count(1) == 2
+
+
+def grid() -> Any:
+    import predict_grid
+
+    return predict_grid
+
+
+def test_a_grid_has_forty_settings_and_says_what_the_choice_costs() -> None:
+    cases = grid().grid(False)
+    assert len({*cases}) == 40
+    choice = grid().Case(graph=True, said="tune's choice: zero3")
+    rows = [(choice, 12.0, 100.0), (cases[0], 10.0, 100.0), (cases[1], 9.0, 300.0), (choice, 11.0, 100.0)]
+    said = grid().beside_choice(rows, choice, 200)
+    assert "choice / best: 1.100, of 3 settings; best: zero3, graph" in said
+    assert "| zero3, graph, recomputed | 9.0 | 0 | over the budget |" in said
+
+
+def test_the_ways_of_a_choice_are_those_of_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    for name in ("remat", "offload"):
+        monkeypatch.setattr(
+            grid().T, name, lambda model, *paths, _name=name, **parts: done.append((_name, paths, parts)) or model
+        )
+    ways = {"b.0": "kept", "b.1": "moved", "b.2": "recomputed", "b.3": "recomputed, but attn, mlp kept"}
+    ways["b.4"] = "recomputed, but attn kept; mlp moved"
+    grid().treated(None, tuple(ways.items()))
+    none: dict[str, Any] = {"save": (), "offload": ()}
+    assert done == [
+        ("offload", ("b.1",), {}),
+        ("remat", ("b.2",), none),
+        ("remat", ("b.3",), none | {"save": ("attn", "mlp")}),
+        ("remat", ("b.4",), {"save": ("attn",), "offload": ("mlp",)}),
+    ]
+
+
+@pytest.mark.large
 def test_hybrid_rows_beside_fsdp2s(tmp_path: Path) -> None:
     """Two replicas of two ranks; losses are compared."""
     rows = "hsdp,hfsdp,FSDP2 hsdp"

@@ -60,11 +60,12 @@ def losses(some: bool, graph: bool, compiled: bool) -> tuple[list[float], int]:
     torch.manual_seed(0)
     torch.cuda.empty_cache()
     transformers.AttentionInterface.register("causal", transformers.integrations.sdpa_attention.sdpa_attention_forward)
-    config = transformers.LlamaConfig(
+    settings: Any = transformers.LlamaConfig
+    config = settings(
         vocab_size=32_000, hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=2048, attn_implementation="causal", pad_token_id=None,
     )  # fmt: skip
-    params, model = fsdp.functionalize(transformers.LlamaForCausalLM(config).cuda())
+    params, model = fsdp.functionalize(transformers.AutoModelForCausalLM.from_config(config).cuda())
     spec = fsdp.Spec(fsdp.local_mesh(), precision=fsdp.Precision(compute=torch.bfloat16))
     state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-3))
 

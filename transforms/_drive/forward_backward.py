@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from functional_fsdp import ScheduleError, SpecError, State, TreeError, reduce
 from functional_fsdp._seams import full_tensor, torch_private
-from functional_fsdp.extend import alone, begin_round, end_round, evolve
+from functional_fsdp.extend import alone, begin_round, end_round, evolve, lineage_of
 
 from .._compile.compile_units import Options
 from .._modules.outputs import map_tensors
@@ -162,6 +162,8 @@ class ForwardBackward(Generic[Out]):
     def _run(self, state: State, args: Any, kwargs: Any, last: bool, scale: float | torch.Tensor) -> tuple[State, Any]:
         if self.budget is not None:
             self._settle(state, args, kwargs)
+        if self.choice is not None:
+            lineage_of(state).note_activations(self.choice.ways)
         driver = self.driver
         begin_round(state, "forward_backward")
         if state.between_steps:
