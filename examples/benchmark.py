@@ -118,6 +118,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -276,7 +277,8 @@ def measure(args: Namespace) -> Table:
     rounds = {runner.name: meter.slowest(runner.seconds) for runner in runners}
     found = {runner.name: runner.row() for runner in runners}
     if args.efficiency:
-        found = {each.name: replace(found[each.name], **each.efficiency(config, dtype)) for each in runners}
+        more: dict[str, Any] = {each.name: each.efficiency(config, dtype) for each in runners}
+        found = {name: replace(row, **more[name]) for name, row in found.items()}
     rows = compared(found, rounds)
     if args.kernels and cuda:
         seen = {runner.name: meter.kernels(partial(runner.run, 1)) for runner in runners}

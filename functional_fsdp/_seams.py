@@ -22,6 +22,7 @@ from ._optim.optimizer import put
 from ._plan.walk import Collision
 from ._runtime.given import NewCounts
 from ._state.lineage import begin_compiled
+from ._state.session import note_activations
 from ._state.sizes import plan_for, steps_on
 from ._storage.weights import spoilt
 from ._transports import cuda_driver
@@ -51,6 +52,7 @@ __all__ = [
     "graph_of",
     "keep_residuals",
     "local_part",
+    "note_activations",
     "objects",
     "outside_inference",
     "plan_for",

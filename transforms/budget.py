@@ -56,8 +56,9 @@ def budget(model: M, nbytes: int, *patterns: str, moves: bool = True, hardware: 
     gradients are those of the model as it is, see `T.remat`. A captured step follows the choice of its warm-up. Within
     a unit a recomputation uses the weights that are gathered for its backward anyway.
 
-    Collective: in the first call an exchange on the host: all ranks follow the one whose batch takes most. Checkpoints
-    of the run say what was chosen: `activations` in their `layout.json`, the way of each block by its path.
+    Collective: in the first call an exchange on the host: all ranks follow the one whose batch takes most. The plan
+    of the run says what was chosen (`state.cursor.plan.activations`), and so do its checkpoints: `activations` in their
+    `layout.json`, the way of each block by its path.
 
     Raises:
         SpecError: bytes that are no positive number; no modules to choose for; with `compile=`, where what units keep

@@ -193,6 +193,13 @@ class Executor:
             progress.guess()  # last: if it is interrupted, it comes again
             self.share()
 
+    def note_activations(self, ways: tuple[tuple[str, str], ...]) -> bool:
+        """Have the plan say what becomes of what modules save. Returns whether it does: not within a step."""
+        if not self.progress.cursor.idle or self.reductions.grads:
+            return False
+        self._follow(self.progress.noting(ways))
+        return True
+
     def begin(self, state: Stored) -> None:
         """A forward begins, to which everything belongs until `end`: nothing in it is taken for the next pass."""
         self.begins += 1

@@ -7,6 +7,7 @@ the event happens            make ──▶ actions                   for the ex
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from .._plan.cursor import Cursor
 from .._plan.layout import Layout
@@ -33,7 +34,10 @@ class Progress:
     Attributes:
         plan: the one that is followed; positions: its automaton; position: where the program stands in it.
         order: what is known of the order of use; recording: whether it is being recorded, and nothing is planned.
+        activations: of every plan, see `Plan`.
     """
+
+    activations: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, layout: Layout, spec: Spec, slots: int) -> None:
         self.layout, self.spec, self.slots = layout, spec, slots
@@ -113,7 +117,14 @@ class Progress:
         schedule = self.spec.schedule.ordered(order)
         if schedule.order == self.plan.schedule.order and not self.recording:
             return None
-        return make_plan(self.layout, schedule, forward, self.slots)
+        return replace(make_plan(self.layout, schedule, forward, self.slots), activations=self.activations)
+
+    def noting(self, activations: tuple[tuple[str, str], ...]) -> Plan | None:
+        """The plan with these activations; None: it is followed."""
+        if self.plan.activations == activations:
+            return None
+        self.activations = activations
+        return replace(self.plan, activations=activations)
 
     def decide(self, order: Known, run: Runtime) -> Plan | None:
         """A step was taken that has recorded, or seen, this order: ranks agree on it. Returns the plan to go on by;

@@ -221,6 +221,7 @@ class Plan:
         at_once: every reduction makes its main gradients whole, so that it is the same in each microbatch.
         forward: how many uses the forward has, if that is known; None: `turn` is a guess from the order.
         slots: how many reductions in a row have staging of their own.
+        activations: (path of a module, what becomes of what it saves), where a transform has chosen that: `T.budget`.
     """
 
     schedule: Schedule
@@ -234,6 +235,7 @@ class Plan:
     at_once: bool = True
     forward: int | None = None
     slots: int = REDUCTIONS_AT_ONCE
+    activations: tuple[tuple[str, str], ...] = ()
 
     def __hash__(self) -> int:
         return hash(self.hash)
@@ -241,7 +243,8 @@ class Plan:
     @cached_property
     def hash(self) -> str:
         """A fingerprint (16 hex digits) of the program and of every address, to compare between ranks."""
-        return hashlib.sha256(repr((self.schedule, self.uses, self.units, self.reductions)).encode()).hexdigest()[:16]
+        parts = (self.schedule, self.uses, self.units, self.reductions, *([self.activations] * bool(self.activations)))
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     @property
     def excess(self) -> float:
@@ -386,6 +389,7 @@ class Plan:
             kept = "yes" if unit.kept else "-"
             rows.append((unit.name, *place, unit.gathers or "-", kept, reduces.get(unit.name) or "-"))
         depth, held = self.schedule.prefetch, sum(unit.nbytes for unit in self.units if unit.kept)
+        ways = Counter(way for _, way in self.activations)
         return "\n".join(
             (
                 table(("unit", "bytes", "address", "gathered in uses", "gathers", "kept", "reduces"), rows),
@@ -397,6 +401,7 @@ class Plan:
                 + (f"{bytes_text(held)} of it kept, " if self.schedule.keep == "frozen" else "")
                 + f"staging {bytes_text(self.staging)}"
                 + (f", exact sums {bytes_text(self.received)}" if self.received else ""),
+                *([f"activations: {'; '.join(f'{n} modules {way}' for way, n in ways.items())}"] * bool(ways)),
             )
         )
 

@@ -147,6 +147,8 @@ class Lineage:
         """What carries out this lineage's schedule, made when it is first asked for."""
         if self.executor is None:
             self.executor = Executor(self.runtime, layout, spec, residual)
+            if self.activations:
+                self.executor.note_activations((*self.activations.items(),))
         return self.executor
 
     def drop_executor(self) -> None:

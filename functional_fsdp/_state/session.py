@@ -15,7 +15,7 @@ Also here, what a transform sees of who computes with a state: its mesh, this ra
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from .._spec.schedule import Order
 from .lineage import Lineage
 from .state import State
 
-__all__ = ["Lineage", "Ranks", "Session", "check_between_steps", "lineage_of", "ranks_of", "seeds"]
+__all__ = ["Lineage", "Ranks", "Session", "check_between_steps", "lineage_of", "note_activations", "ranks_of", "seeds"]
 
 
 class Ranks:
@@ -141,6 +141,16 @@ def lineage_of(state: State) -> Lineage:
     Example: `extend.lineage_of(state) is extend.lineage_of(fsdp.step(state))`.
     """
     return state.version.lineage
+
+
+def note_activations(state: State, ways: Mapping[str, str]) -> None:
+    """What becomes of what modules save, in words by path: the plan of the run says it, and so do its checkpoints. The
+    same on every rank."""
+    lineage = state.version.lineage
+    if lineage.activations != ways:
+        with torch.no_grad(), lineage.call:
+            if state._executor.note_activations((*ways.items(),)):
+                lineage.note_activations(ways)
 
 
 NOTHING: frozenset[str] = frozenset()

@@ -119,10 +119,16 @@ def test_a_grid_has_forty_settings_and_says_what_the_choice_costs() -> None:
 
 def test_the_ways_of_a_choice_are_those_of_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
+
+    def noted(name: str) -> Any:
+        def call(model: Any, *paths: str, **parts: Any) -> Any:
+            done.append((name, paths, parts))
+            return model
+
+        return call
+
     for name in ("remat", "offload"):
-        monkeypatch.setattr(
-            grid().T, name, lambda model, *paths, _name=name, **parts: done.append((_name, paths, parts)) or model
-        )
+        monkeypatch.setattr(grid().T, name, noted(name))
     ways = {"b.0": "kept", "b.1": "moved", "b.2": "recomputed", "b.3": "recomputed, but attn, mlp kept"}
     ways["b.4"] = "recomputed, but attn kept; mlp moved"
     grid().treated(None, tuple(ways.items()))

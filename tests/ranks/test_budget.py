@@ -119,22 +119,26 @@ def test_a_budget_is_kept_on_all_ranks_alike_with_the_gradients_of_the_module(sh
         assert f"peak {choice.peak / 2**30:.2f} GiB" in repr(choice)
 
 
-def saved(nbytes: int, folder: str) -> dict[str, str]:
-    """What was chosen, of a run that goes on from its checkpoint."""
+def saved(nbytes: int, folder: str) -> tuple[dict[str, str], str]:
+    """What was chosen and the plan's hash, of a run that goes on from its checkpoint."""
     state, forward_backward = made(nbytes, False)
     state, _ = forward_backward(state, data(dist.get_rank()))
     fsdp.save(fsdp.step(state), folder)
     state = fsdp.load(folder, like=state)
     state, _ = forward_backward(state, data(dist.get_rank()))
-    fsdp.save(fsdp.step(state), f"{folder}_again")
+    state = fsdp.step(state)
+    fsdp.save(state, f"{folder}_again")
     ways: dict[str, str] = forward_backward.choice.ways
-    return ways
+    plan = state.cursor.plan
+    assert plan.activations == (*ways.items(),)
+    assert "activations: " in repr(plan)
+    return ways, plan.hash
 
 
-def test_checkpoints_say_what_was_chosen(tmp_path: Path) -> None:
-    ways, other = fsdp.launch(saved, (int(0.6 * most()), str(tmp_path / "one")), nprocs=2, simulate=True)
+def test_plan_and_checkpoints_say_what_was_chosen(tmp_path: Path) -> None:
+    (ways, plan), other = fsdp.launch(saved, (int(0.6 * most()), str(tmp_path / "one")), nprocs=2, simulate=True)
     assert ways
-    assert ways == other
+    assert (ways, plan) == other
     for name in ("one", "one_again"):
         said = json.loads((tmp_path / name / "layout.json").read_text())
         assert said["activations"] == ways

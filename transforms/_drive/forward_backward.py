@@ -9,8 +9,8 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import ScheduleError, SpecError, State, TreeError, reduce
-from functional_fsdp._seams import full_tensor, torch_private
-from functional_fsdp.extend import alone, begin_round, end_round, evolve, lineage_of
+from functional_fsdp._seams import full_tensor, note_activations, torch_private
+from functional_fsdp.extend import alone, begin_round, end_round, evolve
 
 from .._compile.compile_units import Options
 from .._modules.outputs import map_tensors
@@ -163,7 +163,7 @@ class ForwardBackward(Generic[Out]):
         if self.budget is not None:
             self._settle(state, args, kwargs)
         if self.choice is not None:
-            lineage_of(state).note_activations(self.choice.ways)
+            note_activations(state, self.choice.ways)
         driver = self.driver
         begin_round(state, "forward_backward")
         if state.between_steps:
