@@ -90,7 +90,8 @@ class Config:
             loss: torch.Tensor = model(tokens)
             return loss
         if self.chunks:
-            return model(tokens[:, :-1], tokens[:, 1:])  # type: ignore[no-any-return]
+            chunked: torch.Tensor = model(tokens[:, :-1], tokens[:, 1:])
+            return chunked
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
@@ -253,15 +254,16 @@ def _in_chunks(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"{cls.__name__}InChunks", (cls,), {"forward": forward, "__module__": cls.__module__})
 
 
-def in_chunks(model: Any, chunks: int) -> nn.Module:
+def in_chunks(model: Any, chunks: int) -> Any:
     """The model with its loss in chunks of tokens, for every contestant the same code: what `T.chunked_loss` does."""
     if isinstance(model, GPT):
         model.head.chunks = chunks
         return model
     head = model.get_output_embeddings()
     head.__class__, head.chunks = ChunkedHead, chunks
-    model.__class__ = _in_chunks(type(model))
-    return model  # type: ignore[no-any-return]
+    kind: Any = type(model)
+    model.__class__ = _in_chunks(kind)
+    return model
 
 
 def batches(c: Config, count: int, device: torch.device) -> list[torch.Tensor]:
