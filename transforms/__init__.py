@@ -9,11 +9,11 @@ from ._drive.apply import apply
 from ._drive.forward_backward import ForwardBackward, forward_backward
 from ._drive.jvp import jvp, linearize, pullback
 from ._drive.lifted import vmap
+from ._modules.chunked_loss import chunked_loss, linear_cross_entropy
 from ._per_sample.clipped import clipped_gradients
 from ._per_sample.per_sample import per_sample_norms, per_sample_vjp
 from .accumulate import accumulate, divide
 from .budget import BudgetChoice, budget
-from .chunked_loss import chunked_loss, linear_cross_entropy
 from .clip import clip_by_global_norm, clip_by_value
 from .compile_report import ClassTimes, CompileReport, compile_report
 from .hvp import hvp

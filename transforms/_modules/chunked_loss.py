@@ -114,12 +114,13 @@ def _written_out() -> bool:
     return taken not in ([], [torch_private.GRAD]) or torch_private.forward_ad._current_level >= 0
 
 
+@traced_as(lambda *tensors: False)
 def _outer(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd follows, around one gradient of torch.func's, what is computed here."""
-    if torch.compiler.is_dynamo_compiling() or not _transformed():
+    if not _transformed():
         return False
-    return any(torch_private.unwrapped(t).requires_grad if torch_private.is_wrapped(t) else t.requires_grad
-               for t in tensors if t is not None)  # fmt: skip
+    below = (torch_private.unwrapped(t) if torch_private.is_wrapped(t) else t for t in tensors if t is not None)
+    return any(t.requires_grad for t in below)
 
 
 def _transformed() -> bool:
@@ -236,9 +237,8 @@ def _in_graph(
 ) -> torch.Tensor:
     """In plain operations, since torch.compile drops the backward of autograd.Functions under torch.func: the loss
     and, with the value 0, what is linear in each tensor and has its gradient."""
-    wanted = _wanted(rows, weight, bias)
-    if torch.compiler.is_dynamo_compiling() and _transformed():  # where Dynamo takes `requires_grad` to be false
-        wanted = (True, True, bias is not None)
+    # inside of a transform Dynamo takes `requires_grad` to be false
+    wanted = (True, True, bias is not None) if _transformed() else _wanted(rows, weight, bias)
     loss, grads = _loss_and_grads(rows, weight, bias, targets, rule, wanted)
     for t, grad in zip((rows, weight, bias), grads, strict=True):
         if t is not None and grad is not None:
