@@ -1,1 +1,1 @@
-"""What a module is made of: which of its modules use a unit, patterns of paths, tensors in what it returns; a head with its loss."""
+"""What a module is made of: which modules use a unit, patterns of paths, tensors in what it returns, a head with a loss."""
