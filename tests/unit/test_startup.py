@@ -6,13 +6,17 @@ import io
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
+from functional_fsdp.transforms._compile import code, startup, whole_step
 from functional_fsdp.transforms._compile.startup import OTHER, Sampler, StartupReport
 
 
@@ -53,28 +57,126 @@ def test_the_innermost_file_that_belongs_to_a_part_decides(files: list[str], par
 
 
 class Stepped(Sampler):
-    """Its looks are given."""
+    """Its looks are given, three seconds apart."""
 
     looks: list[str]
+    seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def wait(self) -> bool:
+        self.seconds += 3.0
+        return not self.looks
 
     def look(self) -> str:
-        if len(self.looks) == 1:
-            self.over.set()
         return self.looks.pop(0)
 
 
-def test_what_takes_longer_is_said_and_the_line_is_cleared_at_the_end() -> None:
+def test_what_takes_longer_than_five_seconds_is_said_and_the_line_is_cleared_at_the_end() -> None:
     shown, report = io.StringIO(), StartupReport()
-    sampler = Stepped(report, 0.0, shown)
-    sampler.looks = ["Dynamo", "Dynamo", "imports", "imports"]
+    sampler = Stepped(report, 5.0, shown)
+    sampler.looks = ["imports", "Dynamo", "Inductor: kernels", "Dynamo"]  # which take turns within moments
     sampler.run()
-    lines = [line.strip() for line in shown.getvalue().split("\r")]
-    assert [line.partition(":")[0] for line in lines if line] == ["Dynamo", "imports"]
-    assert lines[-1] == ""
-    assert {*report.seconds} == {"Dynamo", "imports"}
-    assert sum(report.seconds.values()) <= report.total
-    assert "Dynamo" in str(report)
+    _, *lines = shown.getvalue().split("\r")
+    assert lines == [
+        "Dynamo: 3 s, 6 s since the start",
+        "Inductor: kernels: 3 s, 9 s since the start",
+        "Dynamo: 6 s, 12 s since the start".ljust(len("Inductor: kernels: 3 s, 9 s since the start")),
+        " " * len("Dynamo: 6 s, 12 s since the start"),
+        "",
+    ]
+    assert report.seconds == {"Dynamo": 6.0, "imports": 3.0, "Inductor: kernels": 3.0}
     assert str(report).endswith(f"{report.total:7.2f} s")
+
+
+def test_what_is_quick_is_not_said() -> None:
+    shown = io.StringIO()
+    sampler = Stepped(StartupReport(), 5.0, shown)
+    sampler.looks = ["Dynamo"]
+    sampler.run()
+    assert shown.getvalue() == ""
+
+
+class Terminal(io.StringIO):
+    def __init__(self, terminal: bool = True) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+def first_call(monkeypatch: pytest.MonkeyPatch, shown: io.StringIO, rank: int = 0, **options: Any) -> list[Any]:
+    """Two calls of a driven model: who watched them, before the first look."""
+    watched: list[Any] = []
+
+    class Noted(Sampler):
+        def start(self) -> None:
+            watched.append(self.shows)
+            super().start()
+
+    monkeypatch.setattr(startup, "Sampler", Noted)
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(startup, "dist", SimpleNamespace(is_initialized=lambda: True, get_rank=lambda: rank))
+    params, model = fsdp.functionalize(torch.nn.Sequential(Part(), Part()))
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()))
+    run = T.forward_backward(model, lambda model, x: model(x).sum(), **options)
+    for _ in range(2):
+        state, _ = run(state, torch.ones(2, 2), last_microbatch=False)
+    return watched
+
+
+class Part(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x)
+
+
+EAGER = {"compile": {"backend": "eager"}}
+
+
+def test_a_terminal_of_rank_0_has_one_line_in_the_first_call_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, before = Terminal(), threading.active_count()
+    assert first_call(monkeypatch, terminal, **EAGER) == [terminal]
+    assert threading.active_count() == before
+    assert terminal.getvalue() == ""  # within five seconds
+
+
+@pytest.mark.parametrize(("rank", "terminal", "options"), [(0, False, EAGER), (1, True, EAGER), (0, True, {})])
+def test_no_thread_in_a_log_or_on_other_ranks_or_where_nothing_is_compiled(
+    rank: int, terminal: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert first_call(monkeypatch, Terminal(terminal), rank, **options) == []
+
+
+def test_functions_and_steps_that_are_compiled_have_the_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[Any] = []
+    for module in (code, whole_step):
+        monkeypatch.setattr(module, "waiting", lambda: watched.append(1) or nullcontext())
+    x = torch.ones(2)
+    T.compile_units(lambda x: x + 1, backend="eager")(x)
+    assert len(watched) == 1
+    state = fsdp.shard({"w": x}, fsdp.Spec(fsdp.local_mesh()))
+    T.compile(lambda state: (state, x), backend="aot_eager")(state)
+    assert len(watched) == 2
+
+
+def test_one_line_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(startup, "_shows", lambda: True)
+    before = threading.active_count()
+    with T.startup(), startup.waiting():
+        assert threading.active_count() == before + 1
+    with startup.waiting(), startup.waiting():
+        assert threading.active_count() == before + 1
+    with pytest.raises(KeyError), startup.waiting():
+        raise KeyError
+    assert threading.active_count() == before
+    assert not startup._watched.locked()
 
 
 def test_nothing_is_shown_in_a_log_and_the_thread_ends(capsys: pytest.CaptureFixture[str]) -> None:

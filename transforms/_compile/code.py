@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from functional_fsdp._seams import torch_private
 
 from .inductors import graph_pass
+from .startup import waiting
 
 __all__ = ["Code", "mark_copies", "with_backward", "with_late_copies"]
 
@@ -110,7 +111,7 @@ class Code:
     def _first(self, args: Any, kwargs: Any) -> Any:
         config, before = self.dynamo.config, self._entries()
         try:
-            with config.patch(NO_LIMIT), torch_private.functorch_config().patch(with_backward()):
+            with waiting(), config.patch(NO_LIMIT), torch_private.functorch_config().patch(with_backward()):
                 return self.run(*args, **kwargs)
         finally:
             self.firsts += max(self._entries() - before, 0)

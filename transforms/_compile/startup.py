@@ -3,7 +3,8 @@
     a thread looks at the main thread's Python stack, a hundred times a second
     the innermost frame whose file is in PARTS says which part the moment belongs to
 
-Nothing is hooked and nothing is changed: whoever does not ask pays nothing.
+Nothing is hooked and nothing is changed: whoever does not ask pays nothing. Where something is compiled or captured for
+the first time, and standard error is a terminal, the line is there by itself: `waiting`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from types import FrameType
 from typing import TextIO
 
-__all__ = ["StartupReport", "startup"]
+import torch.distributed as dist
+
+__all__ = ["StartupReport", "startup", "waiting"]
 
 EVERY = 0.01  # seconds between two looks
+PATIENCE = 5.0  # seconds that pass before a line says what is being waited for
 #: a part, and what stands in the path of a file of its code; the innermost frame that has one decides
 PARTS = (
     ("imports", ("<frozen importlib", "importlib/")),
@@ -55,7 +59,11 @@ class StartupReport:
 
 
 class Sampler(threading.Thread):
-    """Looks at a thread's stack until `over` is set."""
+    """Looks at a thread's stack until `over` is set.
+
+    Args:
+        shows: where a line says what is being waited for, once `patience` seconds have passed. None: nowhere.
+    """
 
     def __init__(self, report: StartupReport, patience: float, shows: TextIO | None) -> None:
         super().__init__(name="startup", daemon=True)
@@ -63,23 +71,28 @@ class Sampler(threading.Thread):
         self.whose = threading.get_ident()
         self.over = threading.Event()
         self.known: dict[str, str | None] = {}  # by file: its part
-        self.shown = 0  # characters of the line that stands on the terminal
+        self.shown = ""  # the line that stands on the terminal
 
     def run(self) -> None:
-        begin = last = changed = perf_counter()
-        before = ""
+        begin = last = self.now()
         seconds: dict[str, float] = {}
-        while not self.over.wait(EVERY):
-            part, now = self.look(), perf_counter()
+        while not self.wait():
+            part, now = self.look(), self.now()
             seconds[part] = seconds.get(part, 0.0) + now - last
             last = now
-            if part != before:
-                before, changed = part, now
-            if self.shows and now - changed > self.patience:
-                self.say(f"{part}: {now - changed:.0f} s, {now - begin:.0f} s since the start")
-        self.report.total = perf_counter() - begin
+            if now - begin > self.patience:
+                self.say(f"{part}: {seconds[part]:.0f} s, {now - begin:.0f} s since the start")
+        self.report.total = self.now() - begin
         self.report.seconds = dict(sorted(seconds.items(), key=lambda item: -item[1]))
         self.say("")
+
+    def now(self) -> float:
+        """Seconds, of a clock that only goes forward."""
+        return perf_counter()
+
+    def wait(self) -> bool:
+        """Wait for the next look. Returns whether there is none."""
+        return self.over.wait(EVERY)
 
     def look(self) -> str:
         """The part that the thread is in."""
@@ -104,18 +117,49 @@ class Sampler(threading.Thread):
 
     def say(self, line: str) -> None:
         """Show a line in the place of the one before."""
-        if self.shows and (line or self.shown):
-            self.shows.write(f"\r{line:{self.shown}}" + ("" if line else "\r"))
+        if self.shows and line != self.shown:
+            self.shows.write(f"\r{line:{len(self.shown)}}" + ("" if line else "\r"))
             self.shows.flush()
-            self.shown = len(line)
+            self.shown = line
+
+
+_watched = threading.Lock()  # held while a thread of this process is watched: there is one line
 
 
 @contextmanager
-def startup(patience: float = 5.0, progress: bool | None = None) -> Iterator[StartupReport]:
+def _watching(report: StartupReport, patience: float, shows: TextIO | None) -> Iterator[StartupReport]:
+    alone = _watched.acquire(blocking=False)
+    sampler = Sampler(report, patience, shows if alone else None)
+    try:
+        sampler.start()
+        yield report
+    finally:
+        sampler.over.set()
+        if sampler.ident is not None:
+            sampler.join()
+        if alone:
+            _watched.release()
+
+
+def _shows() -> bool:
+    """Whether this process is the one that shows a line, and standard error a terminal."""
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return rank == 0 and sys.stderr is not None and sys.stderr.isatty()
+
+
+def waiting() -> AbstractContextManager[object]:
+    """Around what compiles or captures: what takes longer than 5 s is named on a line, on rank 0's terminal. Elsewhere,
+    and where this process shows such a line already, nothing happens."""
+    if _watched.locked() or not _shows():
+        return nullcontext()
+    return _watching(StartupReport(), PATIENCE, sys.stderr)
+
+
+def startup(patience: float = PATIENCE, progress: bool | None = None) -> AbstractContextManager[StartupReport]:
     """Within, find out what the time goes to: weights, imports, Dynamo, Inductor, graph capture, other ranks, steps.
 
     Args:
-        patience: seconds. What takes longer is named on a line of its own, which is renewed, on standard error.
+        patience: seconds. After them a line on standard error says what is being waited for, and for how long.
         progress: whether this process shows that line. None: rank 0 does, if standard error is a terminal.
 
     Gives a `StartupReport`, which is complete when the block ends.
@@ -123,18 +167,13 @@ def startup(patience: float = 5.0, progress: bool | None = None) -> Iterator[Sta
     The thread that enters the block is looked at, a hundred times a second, by another one: a moment counts for the
     innermost frame of Python that says to whom it belongs. A wait for the device counts where it stands in the code.
 
+    Without it the line is there where something is compiled or captured for the first time, on a terminal of rank 0.
+
     Example:
         >>> with T.startup() as report:
         ...     made = fsdp.shard({"w": torch.ones(3)}, fsdp.Spec(fsdp.local_mesh()))
         >>> report.total > 0
         True
     """
-    report = StartupReport()
-    shown = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0" if progress is None else progress
-    sampler = Sampler(report, patience, sys.stderr if shown else None)
-    sampler.start()
-    try:
-        yield report
-    finally:
-        sampler.over.set()
-        sampler.join()
+    shown = _shows() if progress is None else progress
+    return _watching(StartupReport(), patience, sys.stderr if shown else None)

@@ -36,6 +36,7 @@ from .arguments import StepCall, flat_state, is_state, kind_of, named, refuse_mu
 from .draws import Draws, Seeded
 from .inductors import through_inductor
 from .names import named as named_in_profiles
+from .startup import waiting
 
 __all__ = ["Programs"]
 
@@ -201,7 +202,8 @@ class Programs:
             if program.serves(kind):
                 _begin_others(call.states)
                 return partial(program, call)
-        made = self._make(state, args, kwargs, call, kind)
+        with waiting():
+            made = self._make(state, args, kwargs, call, kind)
         if made is None:
             self.plain.add(_signature(args, kwargs))
             return None

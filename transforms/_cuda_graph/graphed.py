@@ -21,6 +21,7 @@ from functional_fsdp import ScheduleError, State, TreeError
 from functional_fsdp._seams import Capture, NewCounts, Veto, Vetoed, outside_inference, torch_private
 from functional_fsdp.extend import Ranks, all_reduce, check_between_steps, lineage_of, ranks_of
 
+from .._compile.startup import waiting
 from .._seed import again_from, check_draws, reseed
 from .captured_step import CapturedStep, answered_as_in_warm_up, signature, structure
 from .capturing import GraphBuffers, captured, stale_streams_followed
@@ -112,7 +113,8 @@ class Graphed:
         if known is None or not ready:
             return self._eagerly(ranks, known, state, leaves, treedef)
         if graph is None:
-            return self._captured(ranks, key, known, state, leaves, treedef)
+            with waiting():
+                return self._captured(ranks, key, known, state, leaves, treedef)
         return self._replayed(ranks, known, graph, state, leaves, treedef)
 
     def _known(self, key: Any) -> Warmed | None:

@@ -26,6 +26,7 @@ from functional_fsdp._seams import Collision, by_rules, foreign_tracer, torch_pr
 from functional_fsdp.extend import Session, lineage_of, refuse, skeleton_of
 
 from .._compile.compile_units import Compiler, Options, refuse_around
+from .._compile.startup import waiting
 from .._modules.unit_modules import Leaf, each_once, find_unit_modules, leaves_of, order_of, slots_of
 from .._uses import USES
 from .inputs import precisions
@@ -178,6 +179,7 @@ class Driver:
         if torch_private.func_interpreter() is not None:
             refuse_transform(verb)
         self._stop()  # it may have been stopped before it had cleared up
+        compiles = self.compiler is not None and state.layout is not self.layout
         self.attach(state)
         session = Session(state, verb, self.order)
         if trains:
@@ -186,7 +188,7 @@ class Driver:
         self.fresh = not state.grads and lineage_of(state).keeps_gradients
         try:
             self.caller, self.state, self.session, self.trains_now = caller(), state, session, trains
-            with torch_private.parametrized_anew():
+            with torch_private.parametrized_anew(), waiting() if compiles else torch_private.AS_IT_IS:
                 yield session.number
             self.look_back()
             self.release()
