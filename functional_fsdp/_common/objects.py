@@ -23,7 +23,7 @@ import logging
 import sys
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from functools import lru_cache, partial
@@ -52,6 +52,8 @@ ATOMS = (
 )
 GENERATORS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size))
+HOLDERS = frozenset((dict, OrderedDict, list, tuple, set, types.FunctionType, torch.nn.Parameter))  # no atoms
+SEQUENCES = (list, tuple, deque, set, frozenset)
 WEAK = (weakref.ReferenceType, weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet)
 #: modules whose functions and classes are the same wherever their version is
 # Packages whose code and globals hold no part of a model. pytest's is in each `assert` of a file that it rewrote.
@@ -68,12 +70,13 @@ class Part(NamedTuple):
 def is_atom(value: Any) -> bool:
     """Whether a value has no parts."""
     kind = type(value)
-    return kind in PLAIN or (kind not in PROXIES and isinstance(value, ATOMS))
+    return kind in PLAIN or (kind not in HOLDERS and kind not in PROXIES and isinstance(value, ATOMS))
 
 
 def is_weak(value: Any) -> bool:
     """Whether a value leads to objects that it does not keep alive."""
-    return type(value) in PROXIES or isinstance(value, WEAK)
+    kind = type(value)
+    return kind not in HOLDERS and (kind in PROXIES or isinstance(value, WEAK))
 
 
 def is_opaque(value: Any) -> bool:
@@ -97,6 +100,8 @@ def _known(value: Any) -> list[Part] | None:
         return [Part(f"[{i}]", x) for i, x in enumerate(value)]
     if kind in PROXIES or isinstance(value, weakref.ReferenceType):
         return [Part("()", target(value))]
+    if isinstance(value, torch.nn.Module) and not isinstance(value, (dict, *SEQUENCES)):
+        return _attributes(value)
     if isinstance(value, types.FunctionType):
         return closed_over(value)
     if isinstance(value, types.MethodType):
@@ -123,8 +128,8 @@ def _known(value: Any) -> list[Part] | None:
         held += [Part(".keys", key) for key in dict.keys(value) if not is_atom(key)]
     elif isinstance(value, types.MappingProxyType):
         return _items(dict(value))
-    elif isinstance(value, list | tuple | deque | set | frozenset):
-        base: Any = next(b for b in (list, tuple, deque, set, frozenset) if isinstance(value, b))
+    elif isinstance(value, SEQUENCES):
+        base: Any = next(b for b in SEQUENCES if isinstance(value, b))
         held = [Part(f"[{i}]", x) for i, x in enumerate(base.__iter__(value))]
     elif buffer_of(value) is not None:
         pass

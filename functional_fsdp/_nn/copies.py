@@ -128,8 +128,9 @@ class Copier:
         Raises:
             TreeError: something in it can neither be copied nor shared; its path is said.
         """
-        for part in self.module.modules():
-            self._class(type(part), (None, self.names[id(part)]))
+        first = {type(part): part for part in reversed([*self.module.modules()])}
+        for cls, part in reversed(first.items()):
+            self._class(cls, (None, self.names[id(part)]))
         return self.copy(self.module, None)
 
     # ---------------------------------------------------------------- one value

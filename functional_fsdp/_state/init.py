@@ -27,7 +27,7 @@ import torch.nn as nn
 from torch.overrides import TorchFunctionMode
 
 from .._common.calls import outside_inference
-from .._common.device import forked_random
+from .._common.device import forked_random, seed_generators
 from .._common.errors import FsdpError, SpecError
 from .._common.provided import provided
 from .._common.torch_names import Fakes, FakeTensor, TorchDispatchMode, disable_current_modes, pytree, to_scalar
@@ -144,7 +144,7 @@ class Recorder(TorchDispatchMode):
             storage = real[v.storage]
             return torch.empty(0, dtype=v.dtype, device=storage.device).set_(storage, v.offset, v.size, v.stride)
 
-        with torch.no_grad():
+        with torch.no_grad(), forked_random(self.device):
             for index in reversed(chosen):
                 func, args, kwargs, outs, _ = self.calls[index]
                 args, kwargs = pytree.tree_map(value, (args, kwargs), is_leaf=lambda x: isinstance(x, View))
@@ -163,9 +163,8 @@ class Recorder(TorchDispatchMode):
     def _seeded(self, index: int, func: Any, args: Any, kwargs: Any) -> Any:
         kwargs = {key: None if key == "generator" else value for key, value in kwargs.items()}
         number = int.from_bytes(hashlib.sha256(f"{self.seed} {index}".encode()).digest()[:7], "little")
-        with forked_random(self.device):
-            torch.manual_seed(number)
-            return func(*args, **kwargs)
+        seed_generators(number)
+        return func(*args, **kwargs)
 
 
 def _views(tree: Any) -> list[View]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
+import sys
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -455,6 +458,30 @@ def test_the_global_generator_is_left_alone() -> None:
     before = torch.get_rng_state()
     init(GPT)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_draws_cost_nothing_for_devices_that_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.manual_seed puts a stack into words for each of them, in each call."""
+    said: list[str] = []
+
+    def format_stack() -> list[str]:
+        said.append(sys._getframe(1).f_globals["__name__"])
+        return []
+
+    monkeypatch.setattr(traceback, "format_stack", format_stack)
+    torch.manual_seed(0)
+    assert "torch.xpu" in said
+    said.clear()
+    init(GPT)
+    assert {*said} <= {"torch.cuda"}
+
+
+def test_draws_are_those_of_the_seed_alone() -> None:
+    """Of the second operation that is recorded: the first makes what is filled."""
+    number = int.from_bytes(hashlib.sha256(b"3 1").digest()[:7], "little")
+    torch.manual_seed(number)
+    expected = torch.empty(30).normal_(2.0, 0.1)
+    assert torch.equal(values(lambda: One(lambda w: w.data.normal_(2.0, 0.1), 30), seed=3)["w"], expected)
 
 
 def test_a_hard_coded_device_is_not_silently_unseeded() -> None:
