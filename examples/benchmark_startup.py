@@ -5,7 +5,8 @@
 
 | row       | what it is                                                                                             |
 |-----------|--------------------------------------------------------------------------------------------------------|
-| here      | `fsdp.init`, `T.forward_backward(compile=True)`; on GPUs the whole step as a CUDA graph, `T.cuda_graph` |
+| here      | `T.start_compilers` before the ranks connect, `fsdp.init`, `T.forward_backward(compile=True)`; on GPUs  |
+|           | the whole step as a CUDA graph, `T.cuda_graph`                                                         |
 | FSDP2     | `fully_shard` of each layer and of the model, `layer.compile()`                                        |
 
 Each row runs twice in a round: cold, with empty caches of Inductor and Triton, and warm, with those that the cold run
@@ -144,6 +145,10 @@ def worker(args: Namespace) -> None:
         seconds[name] = now - last[0]
         last[0] = now
 
+    if args.worker == "here":
+        from functional_fsdp import transforms
+
+        transforms.start_compilers()
     cuda = torch.cuda.device_count() > 0
     kind = "cuda" if cuda else "cpu"
     if cuda:

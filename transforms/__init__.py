@@ -3,6 +3,7 @@
 from . import collectives
 from ._compile.compile import compile
 from ._compile.compile_units import compile_units
+from ._compile.start_compilers import start_compilers
 from ._compile.startup import StartupReport, startup
 from ._cuda_graph.cuda_graph import cuda_graph
 from ._drive.apply import apply
@@ -62,6 +63,7 @@ __all__ = [
     "remat",
     "saved",
     "skip_nonfinite",
+    "start_compilers",
     "startup",
     "step_memory",
     "vjp",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
-import time
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,6 +24,7 @@ from support.models import CASES, VOCABULARY, batch_of, hf, made, own_loss
 from support.problems import batch, full_grads, loss_fn, mesh_and_placement, net, on
 from support.tables import FULL, marked
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.aot_autograd import make_boxed_func
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -160,20 +163,79 @@ def test_equal_layers_are_one_graph() -> None:
         assert difference < 1e-6
 
 
-def compile_time(depth: int) -> tuple[int, float]:
+class Compilations:
+    """A backend that counts: frames that Dynamo traced, forwards and backwards that were compiled."""
+
+    def __init__(self) -> None:
+        self.frames = self.forwards = self.backwards = 0
+        common: Any = torch._dynamo.backends.common
+        self.inner = common.aot_autograd(fw_compiler=self.forward, bw_compiler=self.backward)
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.frames += 1
+        return self.inner(module, inputs)
+
+    def forward(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.forwards += 1
+        return make_boxed_func(module.forward)
+
+    def backward(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.backwards += 1
+        return make_boxed_func(module.forward)
+
+
+def compilations_of(depth: int) -> tuple[int, int, int]:
+    """Of two steps of two microbatches, of a model of so many layers."""
     state, model = start(llama(depth))
-    counter = counting()
-    forward_backward = T.forward_backward(model, own_loss, compile={"backend": counter})
-    since = time.perf_counter()
-    forward_backward(state, batch_of(CASES["llama"], 0, 0))
-    return counter.frame_count, time.perf_counter() - since
+    counted = Compilations()
+    forward_backward = T.forward_backward(model, own_loss, compile={"backend": counted})
+    for step in range(2):
+        for k in range(2):
+            state, _ = forward_backward(state, batch_of(CASES["llama"], step, k), last_microbatch=k == 1)
+        state = fsdp.step(state)
+    return counted.frames, counted.forwards, counted.backwards
 
 
 def test_the_number_of_layers_costs_no_compilation() -> None:
-    """Counted: seconds vary with the machine, and are printed."""
-    (few, short), (many, long) = compile_time(2), compile_time(6)
-    print(f"the first step: 2 layers {short:.2f} s, 6 layers {long:.2f} s")
-    assert few == many == 1
+    """One frame, one forward and one backward, whatever it is."""
+    assert compilations_of(2) == compilations_of(24) == (1, 1, 1)
+
+
+WARM = """
+import functional_fsdp as fsdp, torch
+from functional_fsdp import transforms as T
+from torch._dynamo.utils import counters
+
+class Part(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2, bias=False)
+    def forward(self, x):
+        return self.linear(x)  # products only, which need no kernel of Inductor's
+
+params, model = fsdp.functionalize(torch.nn.Sequential(torch.nn.Linear(2, 2), *(Part() for _ in range(5))))
+state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+run = T.forward_backward(model, lambda model, x: model(x).sum(), compile=True)
+for _ in range(2):
+    state, _ = run(state, torch.ones(3, 2))
+    state = fsdp.step(state)
+print(counters["stats"]["unique_graphs"], counters["aot_autograd"]["autograd_cache_miss"],
+      counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_miss"],
+      counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@pytest.mark.large
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    """Dynamo traces one layer; of it a forward and a backward are compiled once, and read from the cache later."""
+    said = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", WARM], capture_output=True, text=True, timeout=600, check=True,
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+        )  # fmt: skip
+        said.append(done.stdout.split())
+    assert said == [["1", "1", "0", "2", "0"], ["1", "0", "1", "0", "2"]]
 
 
 class Scale(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -117,6 +118,7 @@ def first_call(monkeypatch: pytest.MonkeyPatch, shown: io.StringIO, rank: int = 
             super().start()
 
     monkeypatch.setattr(startup, "Sampler", Noted)
+    monkeypatch.setattr(startup, "PATIENCE", float("inf"))  # a busy machine takes longer
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setattr(startup, "dist", SimpleNamespace(is_initialized=lambda: True, get_rank=lambda: rank))
     params, model = fsdp.functionalize(torch.nn.Sequential(Part(), Part()))
@@ -143,7 +145,7 @@ def test_a_terminal_of_rank_0_has_one_line_in_the_first_call_that_compiles(monke
     terminal, before = Terminal(), threading.active_count()
     assert first_call(monkeypatch, terminal, **EAGER) == [terminal]
     assert threading.active_count() == before
-    assert terminal.getvalue() == ""  # within five seconds
+    assert terminal.getvalue() == ""
 
 
 @pytest.mark.parametrize(("rank", "terminal", "options"), [(0, False, EAGER), (1, True, EAGER), (0, True, {})])
@@ -204,3 +206,55 @@ def test_the_processes_that_compile_kernels_start_before_the_first_step(
     monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: started.append(True))
     T.forward_backward(torch.nn.Linear(2, 2), lambda model, x: model(x).sum(), compile=compile)
     assert len(started) == times
+
+
+PROGRAM = """
+import os, threading
+from types import SimpleNamespace
+import torch
+from functional_fsdp import transforms as T
+from functional_fsdp._verbs.seams import torch_private
+
+log, go = [], threading.Event()
+
+def noted(name, first=False):
+    def work():
+        if first:
+            go.wait(60)
+        log.append((name, threading.current_thread().name))
+    return work
+
+original = torch_private.dynamo
+torch_private.dynamo = noted("dynamo", first=True)
+torch_private.start_compilers = noted("processes")
+torch_private.inductor = noted("inductor")
+T.start_compilers()
+T.start_compilers()
+assert log == []  # nothing is waited for here
+torch_private.dynamo = original
+go.set()
+FINISH
+there = {thread.name for thread in threading.enumerate()}
+assert "start_compilers" not in there, there
+assert [name for name, _ in log] == ["dynamo", "processes", "inductor"], log
+assert {who for _, who in log} == {"start_compilers"}
+"""
+FINISHES = {
+    "units": "T.compile_units(torch.nn.Linear(2, 2), backend='eager')",
+    "a fork": "child = os.fork()\nif not child: os._exit(0)\nos.waitpid(child, 0)",
+}
+
+
+@pytest.mark.parametrize("finish", FINISHES)
+def test_compilers_start_on_a_thread_which_what_compiles_waits_for(finish: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.replace("FINISH", FINISHES[finish])], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_step_that_is_compiled_waits_for_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[bool] = []
+    monkeypatch.setitem(vars(sys.modules[T.compile.__module__]), "finish_start", lambda: waited.append(True))
+    T.compile(lambda state: state, backend="aot_eager")
+    assert waited == [True]

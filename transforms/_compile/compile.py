@@ -28,6 +28,7 @@ from functional_fsdp._seams import (
 
 from .inductors import through_inductor
 from .names import named
+from .start_compilers import finish_start
 from .whole_step import Programs
 
 __all__ = ["compile"]
@@ -93,6 +94,7 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
             f"compile(backend={backend!r}): expected one of {', '.join(map(repr, BACKENDS))}. Others work with "
             "torch.compile(train_step, fullgraph=True, backend=...), which computes a unit's forward twice."
         )
+    finish_start()
     programs = Programs(train_step, backend, config)
     inner = _backend(backend, config)
 

@@ -25,6 +25,7 @@ from functional_fsdp.extend import skeleton_of
 from .._modules.unit_modules import NEVER_CALLED, UnitModule, outermost
 from .clock import Clock
 from .code import Code, with_late_copies
+from .start_compilers import finish_start
 
 __all__ = ["Compiled", "Compiler", "Options", "compile_units", "refuse_around"]
 
@@ -99,6 +100,7 @@ class Compiler:
         unknown = [name for name in options if name not in KNOWN]
         if unknown:
             raise SpecError(f"compile: torch.compile has no option {unknown[0]!r} here; there are {', '.join(KNOWN)}.")
+        finish_start()
         if options.get("backend", "inductor") == "inductor":
             torch_private.start_compilers()  # while the rest is imported, and the step rehearsed and traced
         self.dynamo: Any = torch_private.dynamo()
