@@ -24,7 +24,7 @@ from support.models import CASES, VOCABULARY, batch_of, hf, made, own_loss
 from support.problems import batch, full_grads, loss_fn, mesh_and_placement, net, on
 from support.tables import FULL, marked
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch

@@ -6,8 +6,8 @@ import io
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -138,7 +138,7 @@ class Part(torch.nn.Module):
         return x + self.linear(x)
 
 
-EAGER = {"compile": {"backend": "eager"}}
+EAGER: dict[str, Any] = {"compile": {"backend": "eager"}}
 
 
 def test_a_terminal_of_rank_0_has_one_line_in_the_first_call_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,8 +157,14 @@ def test_no_thread_in_a_log_or_on_other_ranks_or_where_nothing_is_compiled(
 
 def test_functions_and_steps_that_are_compiled_have_the_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
     watched: list[Any] = []
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        watched.append(1)
+        yield
+
     for module in (code, whole_step):
-        monkeypatch.setattr(module, "waiting", lambda: watched.append(1) or nullcontext())
+        monkeypatch.setattr(module, "waiting", waiting)
     x = torch.ones(2)
     T.compile_units(lambda x: x + 1, backend="eager")(x)
     assert len(watched) == 1
