@@ -219,7 +219,7 @@ import os, threading
 from types import SimpleNamespace
 import torch
 from functional_fsdp import transforms as T
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 
 log, go = [], threading.Event()
 

@@ -11,7 +11,7 @@ import os
 import threading
 from contextlib import suppress
 
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 
 __all__ = ["finish_start", "start_compilers"]
 
