@@ -407,6 +407,7 @@ def coordinates(mesh: dict[str, int]) -> list[dict[str, int]]:
 
 
 @settings(max_examples=60, deadline=None)
+@pytest.mark.filterwarnings("ignore:The unit .* has .* of all bytes:UserWarning")  # of some trees
 @given(layouts())
 def test_leaves_are_aligned_inside_the_bucket_and_do_not_overlap(given_: tuple[Layout, dict[str, int]]) -> None:
     layout, mesh = given_
@@ -425,6 +426,7 @@ def test_leaves_are_aligned_inside_the_bucket_and_do_not_overlap(given_: tuple[L
 
 
 @settings(max_examples=60, deadline=None)
+@pytest.mark.filterwarnings("ignore:The unit .* has .* of all bytes:UserWarning")  # of some trees
 @given(layouts())
 def test_slices_tile_the_bucket_and_nest(given_: tuple[Layout, dict[str, int]]) -> None:
     layout, mesh = given_
@@ -444,6 +446,7 @@ def test_slices_tile_the_bucket_and_nest(given_: tuple[Layout, dict[str, int]]) 
 
 
 @settings(max_examples=60, deadline=None)
+@pytest.mark.filterwarnings("ignore:The unit .* has .* of all bytes:UserWarning")  # of some trees
 @given(layouts())
 def test_ranks_of_one_shard_are_the_replicas(given_: tuple[Layout, dict[str, int]]) -> None:
     layout, mesh = given_
@@ -457,6 +460,7 @@ def test_ranks_of_one_shard_are_the_replicas(given_: tuple[Layout, dict[str, int
 
 
 @settings(max_examples=60, deadline=None)
+@pytest.mark.filterwarnings("ignore:The unit .* has .* of all bytes:UserWarning")  # of some trees
 @given(layouts())
 def test_labels_are_runs_that_cover_the_bucket(given_: tuple[Layout, dict[str, int]]) -> None:
     layout, _ = given_
@@ -474,6 +478,7 @@ def test_labels_are_runs_that_cover_the_bucket(given_: tuple[Layout, dict[str, i
 
 
 @settings(max_examples=60, deadline=None)
+@pytest.mark.filterwarnings("ignore:The unit .* has .* of all bytes:UserWarning")  # of some trees
 @given(layouts(), st.data())
 def test_the_leaves_of_some_labels_are_where_they_were(given_: tuple[Layout, dict[str, int]], data: Any) -> None:
     layout, _ = given_
@@ -502,6 +507,7 @@ def test_the_leaves_of_some_labels_are_where_they_were(given_: tuple[Layout, dic
 
 
 @settings(max_examples=60, deadline=None)
+@pytest.mark.filterwarnings("ignore:The unit .* has .* of all bytes:UserWarning")  # of some trees
 @given(layouts())
 def test_pieces_tile_the_bucket(given_: tuple[Layout, dict[str, int]]) -> None:
     layout, _ = given_
@@ -516,6 +522,7 @@ def test_pieces_tile_the_bucket(given_: tuple[Layout, dict[str, int]]) -> None:
 
 
 @settings(max_examples=40, deadline=None)
+@pytest.mark.filterwarnings("ignore:The unit .* has .* of all bytes:UserWarning")  # of some trees
 @given(layouts(), st.integers(0, 2**16))
 def test_leaves_written_are_read_back(given_: tuple[Layout, dict[str, int]], seed: int) -> None:
     layout, _ = given_
