@@ -23,11 +23,11 @@ from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._storage.flat import gather_leaves
-from .._storage.safetensors import DTYPES, create, entries, write_at
 from .checkpoint import same_folder
 from .folder import Claim, partial, sync
 from .formats.peft import in_file, in_merged, parts_of_adapter
 from .safetensors import Tensors, file_names, files_of, write_index
+from .safetensors_file import DTYPES, create, entries, write_at
 from .stream import Named, check_dtype, none_apart, stream
 
 __all__ = ["merged", "save_merged"]

@@ -94,7 +94,7 @@ def reference(codec: str, ranks: int, steps: int) -> tuple[Losses, Tree]:
                 form = Form(CODECS[codec], tuple(p.shape), p.dtype)
                 p.copy_(form.unpack(form.pack(p)))
     trained = {path: p for path, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW([*trained.values()], **OPTIMIZER)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW([*trained.values()], **OPTIMIZER)
     losses = []
     for step in range(steps):
         loss = torch.stack([loss_fn(model, batch(step, rank)) for rank in range(ranks)]).mean()

@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from functional_fsdp import SpecError, bind
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import refuse, skeleton_of, traced_as
 
 __all__ = ["chunked_loss", "linear_cross_entropy"]
