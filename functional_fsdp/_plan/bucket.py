@@ -334,7 +334,8 @@ class Bucket:
             return self
         if every not in self._blocks:
             leaves = [replace(o, shape=(-(-o.numel // every),), offset=o.offset // every) for o in self.leaves]
-            self._blocks[every] = replace(self, leaves=tuple(leaves), numel=self.numel // every, every=every)
+            self._blocks[every] = one = replace(self, leaves=tuple(leaves), numel=self.numel // every, every=every)
+            _ = one.labels, one.ranks, one.counts  # cached: Dynamo does not trace the first time
         return self._blocks[every]
 
     @cached_property

@@ -9,7 +9,7 @@ import torch
 
 from .._spec.codec import Codec, Planes, Shape
 from .blocks import check_block, in_blocks, spread
-from .nf4 import table
+from .nf4 import codebook, table
 
 __all__ = ["Dynamic8", "dynamic8"]
 
@@ -20,6 +20,10 @@ class Dynamic8(Codec):
 
     block: int = 128
     signed: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("dynamic", "dynamic unsigned"):
+            codebook(name)
 
     def planes(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
         n = prod(shape)

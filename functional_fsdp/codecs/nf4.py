@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from .._common.device import runs_triton, tl, triton
+from .._common.tracing import traced_as
 from .._spec.codec import Codec, Planes, Shape
 from .blocks import check_block, in_blocks, spread
 
-__all__ = ["Nf4", "dynamic_map", "nf4", "table"]
+__all__ = ["Nf4", "codebook", "dynamic_map", "nf4", "table"]
 
 #: QLoRA's appendix E: 0 and 15 quantiles of the normal distribution, in float32
 CODE = (
@@ -33,14 +34,24 @@ NESTED = 256  # maxima that share one
 SIZE = 1024  # numbers of a program of the kernel's
 
 
+@traced_as(lambda name, like: _made(name, like.device))
 def table(name: str, like: torch.Tensor) -> torch.Tensor:
     """A codebook, "nf4", "dynamic" or "dynamic unsigned", where a tensor is; in a trace a constant of the graph."""
     return _kept(name, like.device) if type(like) is torch.Tensor else _made(name, like.device)
 
 
+def codebook(name: str) -> tuple[float, ...]:
+    """The numbers of one; made where it is first asked for, which compilers do not trace."""
+    if name not in _CODES:
+        _CODES[name] = dynamic_map(signed=name == "dynamic")
+    return _CODES[name]
+
+
+_CODES: dict[str, tuple[float, ...]] = {"nf4": CODE}
+
+
 def _made(name: str, device: torch.device) -> torch.Tensor:
-    code = CODE if name == "nf4" else dynamic_map(signed=name == "dynamic")
-    return torch.tensor(code, dtype=torch.float32, device=device)
+    return torch.tensor(codebook(name), dtype=torch.float32, device=device)
 
 
 _kept = cache(_made)

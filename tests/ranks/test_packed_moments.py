@@ -244,6 +244,25 @@ def test_leaves_without_a_gradient_are_left_out() -> None:
         assert all(torch.allclose(found[path], p, rtol=1e-6) for path, p in right.items())
 
 
+def test_whole_compiled_steps() -> None:
+    def step(state: fsdp.State, x: torch.Tensor) -> Any:
+        state, params = fsdp.unshard(state)
+        grads, loss = torch.func.grad_and_value(lambda params: (params["w"] * x - 1).square().mean())(params)
+        return fsdp.step(fsdp.reduce(state, grads)), loss
+
+    found = []
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager"), T.compile(step, backend="aot_eager")):
+        params, losses = {"w": torch.linspace(-1, 1, 300)}, []
+        mesh: Any = fsdp.local_mesh("cpu")
+        state = fsdp.shard(params, fsdp.Spec(mesh), fsdp.adamw(lr=0.1, moments=fsdp.dynamic8))
+        for i in range(3):
+            state, loss = run(state, torch.full((), 1.0 + i))
+            losses.append(loss.item())
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    assert found[2] == pytest.approx(found[0], rel=1e-3)
+
+
 def test_what_cannot_be_is_refused_by_name() -> None:
     for moments, said in (
         (fsdp.int8, "adamw(moments=int8()): it packs all of a tensor at once"),
