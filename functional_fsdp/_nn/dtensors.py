@@ -11,6 +11,8 @@ Source: torch's DTensor.from_local, whose gradient has the placements of the for
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -57,14 +59,28 @@ class Form(NamedTuple):
         if weight.shape != self.part:
             every: Any = DTensor.from_local(weight, self.mesh, [Replicate()] * len(self.placements), run_check=False)
             return every.redistribute(placements=self.placements)
-        grads = None
+        how: dict[str, Any] = {"run_check": False, "shape": self.shape, "stride": self.stride}
         if self.summed:
             names = self.mesh.mesh_dim_names
             grads = [Partial() if n in self.summed else p for n, p in zip(names, self.placements, strict=True)]
-        return DTensor.from_local(
-            weight, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride,
-            grad_placements=grads,
-        )  # fmt: skip
+            if "grad_placements" not in signature(DTensor.from_local).parameters:  # torch 2.11
+                made: torch.Tensor = _Summed.apply(weight, grads, lambda t: self._replace(summed=())(t))
+                return made
+            how["grad_placements"] = grads
+        return DTensor.from_local(weight, self.mesh, self.placements, **how)
+
+
+class _Summed(torch.autograd.Function):
+    """A part as a DTensor, whose gradient has placements of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, grads: Any, made: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        ctx.grads = grads
+        return made(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad.redistribute(placements=ctx.grads).to_local(), None, None
 
 
 def by_rules(form: Form | None, own: Any, path: str) -> Form | None:
