@@ -213,8 +213,8 @@ def save_merged(
     Memory: as `merged`; on the host of the first rank, which writes, a leaf.
 
     Raises:
-        what `merged` does; StaleStateError: a state in the middle of a step. FileExistsError: the folder exists.
-        CheckpointError: ranks name different folders. OSError: what the first rank met. If one rank raises, all do.
+        StaleStateError: a state in the middle of a step. FileExistsError: the folder exists. CheckpointError: ranks
+        name different folders. OSError: what the first rank met. And as `merged`. If one rank raises, all do.
 
     Collective: every rank calls it; as `merged`.
 
