@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -57,6 +58,7 @@ def test_a_head_of_llama_3_takes_less_and_has_the_gradients_of_the_plain_one() -
 def losses(some: bool, graph: bool, compiled: bool) -> tuple[list[float], int]:
     import transformers
 
+    warnings.simplefilter("ignore")  # Inductor's of softmax
     torch.manual_seed(0)
     torch.cuda.empty_cache()
     transformers.AttentionInterface.register("causal", transformers.integrations.sdpa_attention.sdpa_attention_forward)
