@@ -229,7 +229,8 @@ class UnitCall:
             self.record(call, tensors, self.trained, outside)
             if not call.again:
                 call.lent, call.tensors, call.outside = lent, tensors, outside
-        self.form(tensors)
+        if self.forms:
+            self.form(tensors)
         self.call, self.storages, self.given = call, storages, given
         try:
             out = self.run_with(tensors, lent, versions, call, function, args, kwargs)
