@@ -41,7 +41,7 @@ def test_a_precision_says_what_is_gathered() -> None:
 def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
     for compute in (None, F32):
         names = "torch.float8_e4m3fn, torch.float8_e5m2"
-        said = rf"Precision\(gather={dtype}, compute={compute}\): expected one of {names}; or the dtype of compute"
+        said = rf"Precision\(gather={dtype}, compute={compute}\): expected one of {names}; or a codec with blocks"
         with pytest.raises(SpecError, match=said):
             Precision(compute=compute, gather=dtype)
 
