@@ -19,12 +19,10 @@ import torch
 from .._common.calls import alone
 from .._common.errors import SpecError, TreeError
 from .._common.tree import flatten
-from .._runtime.joint import Joint
-from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._storage.flat import gather_leaves
-from .checkpoint import same_folder
-from .folder import Claim, partial, sync
+from .checkpoint import saving
+from .folder import sync
 from .formats.peft import in_file, in_merged, parts_of_adapter
 from .safetensors import Tensors, file_names, files_of, write_index
 from .safetensors_file import DTYPES, create, entries, write_at
@@ -220,12 +218,8 @@ def save_merged(
 
     Example: `fsdp.save_merged(state, "whole", model.peft_config["default"], dtype=torch.bfloat16)`.
     """
-    run = runtime_of(state.spec.mesh)
-    with Joint(run, "save_merged") as joint:
-        state.version.lineage.look(state.version.serial)
-        final, token = same_folder(joint, folder)
-        claim = Claim(final, token) if run.rank == 0 else None
-        path = partial(final, token)
+    with saving("save_merged", state, folder) as (joint, _, _, path, claim):
+        run = joint.run
 
         def begin() -> list[str]:
             state._resting("save_merged")
@@ -250,18 +244,14 @@ def save_merged(
                 sync(path)
                 claim.appear()
 
-        try:
-            names = joint(begin, "begin")[run.rank]
-            for _, named in merged(state, config, adapter=adapter, dtype=dtype, rank=run.ranks[0]):
-                try:  # the others gather on
-                    if claim is not None and not wrong:
-                        _write(path, names, named)
-                except OSError as error:
-                    wrong.append(error)
-            joint(complete, "tensors")
-        finally:
-            if claim is not None:
-                claim.drop()
+        names = joint(begin, "begin")[run.rank]
+        for _, named in merged(state, config, adapter=adapter, dtype=dtype, rank=run.ranks[0]):
+            try:  # the others gather on
+                if claim is not None and not wrong:
+                    _write(path, names, named)
+            except OSError as error:
+                wrong.append(error)
+        joint(complete, "tensors")
     return Path(folder)
 
 
