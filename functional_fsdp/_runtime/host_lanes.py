@@ -152,9 +152,8 @@ class HostLanes(Lanes):
                     axes = [*{hop.axis for hop in job.hops}]
                     this = Waiting(dist.get_rank(), job.lane, job.ordinal, axes, job.hops[0].bucket, counts, False)
                     waiting = self._waiting()
-                    awaited = [peer for peer in waiting if self._lacks(peer, this)]
-                    late = self._late(this, waiting)
-                    before = {peer.lane: peer for peer in awaited if peer.rank in late}
+                    awaited = [peer for peer in waiting if self._lacking(peer, [this])]
+                    before = {peer.lane: peer for peer in self._late(this, awaited, waiting)}
                     follows = job.lane in BESIDE and self._follows(before)
                     if before and follows:
                         patience = FIRST
@@ -162,10 +161,8 @@ class HostLanes(Lanes):
                     if run.store.check([told := f"apart/{run.meetings}"]):
                         run.void()
                         raise ScheduleError(run.store.get(told).decode())
-                    late = self._late(this, [peer for peer in waiting if not peer.helps])
-                    for peer in awaited:
-                        if peer.rank in late:
-                            self._part(job, peer)
+                    for peer in self._late(this, awaited, [peer for peer in waiting if not peer.helps]):
+                        self._part(job, peer)
                     said = this._replace(helps=follows)
                     run.store.set(f"waits/{run.meetings}/{said.rank}", json.dumps(said))
                 except dist.DistError as why:
@@ -190,25 +187,26 @@ class HostLanes(Lanes):
                 found.append(Waiting(*json.loads(run.store.get(key))))
         return found
 
-    def _lacks(self, waits: Waiting, other: Waiting) -> bool:
-        """Whether what one rank waits for comes to its end only if the other issues it, which it has not done. (Along
-        several axes, too: a rank that is along one axis comes to the next only when those along the first have come.)
-        """
-        if other.counts[waits.lane] >= waits.ordinal or not waits.axes:
-            return False
-        return "" in waits.axes or other.rank in self.run.along(frozenset(waits.axes), waits.rank)
+    def _lacking(self, waits: Waiting, others: Iterable[Waiting]) -> list[Waiting]:
+        """Of these ranks, those that have not issued what a rank waits for, and without which it does not come to its
+        end. (Along several axes, too: a rank that is along one axis comes to the next only when those along the first
+        have come.)"""
+        late = [other for other in others if other.counts[waits.lane] < waits.ordinal]
+        if not late or "" in waits.axes:
+            return late
+        along = self.run.along(frozenset(waits.axes), waits.rank) if waits.axes else ()
+        return [other for other in late if other.rank in along]
 
-    def _late(self, this: Waiting, waiting: Iterable[Waiting]) -> set[int]:
-        """The ranks, of those that wait, without which a wait does not end: those that it lacks, those that these lack,
-        and so on. Where one of them lacks this rank, none will ever go on by itself."""
+    def _late(self, this: Waiting, awaited: list[Waiting], waiting: list[Waiting]) -> list[Waiting]:
+        """Of the ranks that wait for this one, those without which its own wait does not end, perhaps by way of others
+        that wait: the ranks that it lacks, those that these lack, and so on. None of them will ever go on by itself."""
         found: dict[int, Waiting] = {}
-        todo, left = [this], [*waiting]
+        todo = [this] if awaited else []
         while todo:
-            one = todo.pop()
-            reached = [other for other in left if other.rank not in found and self._lacks(one, other)]
+            reached = self._lacking(todo.pop(), [other for other in waiting if other.rank not in found])
             found.update({other.rank: other for other in reached})
             todo += reached
-        return {*found}
+        return [peer for peer in awaited if peer.rank in found]
 
     def _part(self, job: Job, peer: Waiting) -> None:
         """Raise: this rank and the peer wait for each other, perhaps by way of others."""
