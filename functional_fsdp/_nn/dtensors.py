@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -63,11 +64,26 @@ class Form(NamedTuple):
         if self.summed:
             names = self.mesh.mesh_dim_names
             grads = [Partial() if n in self.summed else p for n, p in zip(names, self.placements, strict=True)]
-            if "grad_placements" not in signature(DTensor.from_local).parameters:  # torch 2.11
+            if not _takes_grad_placements():
                 made: torch.Tensor = _Summed.apply(weight, grads, lambda t: self._replace(summed=())(t))
                 return made
             how["grad_placements"] = grads
         return DTensor.from_local(weight, self.mesh, self.placements, **how)
+
+
+@cache
+def _parameters() -> frozenset[str]:
+    from torch.distributed.tensor import DTensor
+
+    return frozenset(signature(DTensor.from_local).parameters)
+
+
+def _takes_grad_placements() -> bool:
+    """Whether torch's own from_local says how gradients are to lie, as it does not in torch 2.11."""
+    return "grad_placements" in _parameters()
+
+
+_takes_grad_placements._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Summed(torch.autograd.Function):
