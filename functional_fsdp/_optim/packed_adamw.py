@@ -113,15 +113,15 @@ class PackedAdamW(UpdatesSome):
         for lists, numbers in self.adamw.groups(given, trees, opt.missed, count):
             for p, g, *views, taken in zip(*lists, strict=True):
                 both = dict(zip(planes, views, strict=False)), dict(zip(planes, views[len(planes) :], strict=True))
-                self._change(skip, p, g, both, taken, numbers)
+                self._change(skip, p, g, both, taken, numbers, planes)
         count_missed([(opt.missed[name].local, some) for name, some in given.items() if name in main], skip)
         return main, opt
 
     def _change(
         self, skip: torch.Tensor | None, p: torch.Tensor, g: torch.Tensor, both: tuple[Planes, Planes],
-        taken: torch.Tensor, numbers: tuple[Any, ...],
+        taken: torch.Tensor, numbers: tuple[Any, ...], planes: dict[str, tuple[int, torch.dtype]],
     ) -> None:  # fmt: skip
-        wide, planes = torch.promote_types(p.dtype, torch.float32), self._planes
+        wide = torch.promote_types(p.dtype, torch.float32)
         change = self.adamw._change if p.dtype is wide else self.adamw._plainly
         codecs = self.codec, self.codec.nonnegative()
         for start in range(0, p.numel(), MOST):
