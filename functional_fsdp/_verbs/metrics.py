@@ -124,6 +124,11 @@ def _call(state: State, name: str) -> AbstractContextManager[None]:
     return state.version.lineage.call
 
 
+def _chosen(data: tuple[str, ...], axis: str | Iterable[str] | None) -> tuple[str, ...]:
+    """The axes that are meant: those of the data by default."""
+    return data if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
 def _no_graph(state: State, tensors: Sequence[torch.Tensor], axis: Any, wire: Wire, structure: Any) -> Any:
     refuse(
         "ScheduleError",
@@ -138,7 +143,7 @@ def _packed_mean(
 ) -> list[torch.Tensor]:
     """The mean along one axis of what each rank packs, in float32, in the order of ranks."""
     data, every = axes_of(state)
-    over = data if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    over = _chosen(data, axis)
     codec = wire() if callable(wire) else wire
     if not isinstance(codec, Codec):
         raise SpecError(f"pmean(wire={wire!r}): expected a codec, as fsdp.int8(64), or None.")
@@ -199,7 +204,7 @@ def all_reduce(
     Example: `(total,) = extend.all_reduce(state, [count], "sum", "data")`.
     """
     data, every = axes_of(state)
-    over = data if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    over = _chosen(data, axis)
     if wrong := [name for i, name in enumerate(over) if name not in every or name in over[:i]]:
         known = ", ".join(map(repr, every))
         why = "is there twice" if wrong[0] in every else f"is not one of {known}"

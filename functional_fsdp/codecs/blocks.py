@@ -11,7 +11,19 @@ import torch.nn.functional as F
 from .._common.errors import SpecError
 from .._spec.codec import Codec, Planes, Shape
 
-__all__ = ["Fp8Block", "Int8", "Mxfp8", "fp8_block", "in_blocks", "int8", "mxfp8"]
+__all__ = [
+    "Fp8Block",
+    "Int8",
+    "Mxfp8",
+    "check_block",
+    "fp8_block",
+    "in_blocks",
+    "in_halves",
+    "int8",
+    "mxfp8",
+    "of_halves",
+    "spread",
+]  # fmt: skip
 
 E4M3 = torch.float8_e4m3fn
 MOST = 448.0  # the largest number of float8_e4m3fn
@@ -32,6 +44,17 @@ def spread(data: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dty
     values = data.to(torch.float32)
     values = (F.pad(values, (0, more)) if more else values).view(-1, block)
     return values.mul_(scale[:, None]).view(-1)[:n].to(dtype)
+
+
+def in_halves(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers of four bits, uint8 [n] -> [n / 2] bytes: two in a byte, the first one in its upper half."""
+    numbers = F.pad(numbers, (0, numbers.numel() % 2))
+    return (numbers[::2] << 4) | numbers[1::2]
+
+
+def of_halves(data: torch.Tensor, n: int) -> torch.Tensor:
+    """The first n numbers of `in_halves`: uint8 [n]."""
+    return torch.stack((data >> 4, data & 15), dim=1).view(-1)[:n]
 
 
 def check_block(name: str, block: int) -> None:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-import torch.nn.functional as F
 
 from .._spec.codec import Codec, Planes, Shape
-from .blocks import check_block, in_blocks, spread
+from .blocks import check_block, in_blocks, in_halves, of_halves, spread
 
 __all__ = ["Int4", "int4"]
 
@@ -30,13 +29,11 @@ class Int4(Codec):
         rows = in_blocks(tensor, self.block)
         most = rows.abs().amax(dim=1)
         numbers = torch.round(rows * (MOST / most)[:, None]).nan_to_num_(nan=0.0).clamp_(-MOST, MOST).add_(8)
-        flat = F.pad(numbers.to(torch.uint8).view(-1)[: tensor.numel()], (0, tensor.numel() % 2))
-        return {"data": (flat[::2] << 4) | flat[1::2], "absmax": most}
+        return {"data": in_halves(numbers.to(torch.uint8).view(-1)[: tensor.numel()]), "absmax": most}
 
     def unpack(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        data = planes["data"]
-        both = torch.stack((data >> 4, data & 15), dim=1).view(-1)[: prod(shape)]
-        values = spread(both.to(torch.float32).sub_(8), planes["absmax"], self.block, torch.float32)
+        numbers = of_halves(planes["data"], prod(shape))
+        values = spread(numbers.to(torch.float32).sub_(8), planes["absmax"], self.block, torch.float32)
         return values.mul_(1 / MOST).to(dtype).view(shape)
 
     def __str__(self) -> str:

@@ -15,12 +15,11 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from .._common.device import runs_triton, tl, triton
 from .._common.tracing import traced_as
 from .._spec.codec import Codec, Planes, Shape
-from .blocks import check_block, in_blocks, spread
+from .blocks import check_block, in_blocks, in_halves, of_halves, spread
 
 __all__ = ["Nf4", "codebook", "dynamic_map", "nf4", "table"]
 
@@ -101,9 +100,7 @@ class Nf4(Codec):
         rows = in_blocks(tensor, self.size)
         most = rows.abs().amax(dim=1)
         scaled = (rows / torch.where(most == 0, 1, most)[:, None]).view(-1)[: tensor.numel()]
-        found = _nearest(scaled, table("nf4", tensor)).to(torch.uint8)
-        found = F.pad(found, (0, found.numel() % 2))
-        data = (found[::2] << 4) | found[1::2]
+        data = in_halves(_nearest(scaled, table("nf4", tensor)).to(torch.uint8))
         if not self.nested:
             return {"data": data, "absmax": most}
         mean = most.mean() if most.numel() else most.new_zeros(())
@@ -127,8 +124,7 @@ class Nf4(Codec):
             out = torch.empty(n, dtype=dtype, device=data.device)
             _kernel()[(triton.cdiv(n, SIZE),)](data, absmax, code, out, n, self.size, SIZE)
             return out.view(shape)
-        both = torch.stack((data >> 4, data & 15), dim=1).view(-1)[:n]
-        return spread(code[both.to(torch.int32)], absmax, self.size, dtype).view(shape)
+        return spread(code[of_halves(data, n).to(torch.int32)], absmax, self.size, dtype).view(shape)
 
     def __str__(self) -> str:
         said = [f"block={self.size}"] * (self.size != 64) + ["nested=True"] * self.nested
