@@ -7,6 +7,7 @@ import pickle
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from support.by_hand import step_by_hand
 from support.commands import TORCHAO
 from support.problems import mesh_and_placement
 from support.tables import FULL
@@ -85,6 +87,10 @@ def driven(
     return losses, fsdp.full_params(state)
 
 
+def in_bfloat16(grads: dict[str, torch.Tensor]) -> None:
+    assert all(g.dtype is torch.bfloat16 and type(g) is torch.Tensor for g in grads.values())
+
+
 def by_hand(in_float8: bool, order: Any = None) -> Result:
     state, model = start(in_float8, schedule=fsdp.Schedule(order=order))
     losses = []
@@ -103,20 +109,8 @@ def by_hand(in_float8: bool, order: Any = None) -> Result:
 
     for i in range(STEPS):
         x = batch(i)
-        h, pullbacks = x, {}
-        for unit in state.units:
-            state, w = fsdp.unshard(state, unit)
-            h, pullbacks[unit] = T.vjp(stage(unit, x), w, h)
-            state = fsdp.release(state, unit)
-        losses.append(h.item())
-        dh = torch.ones_like(h)
-        for unit in reversed(state.units):
-            state, w = fsdp.unshard(state, unit)
-            dw, dh = pullbacks.pop(unit)(w, dh)
-            assert all(g.dtype is torch.bfloat16 and type(g) is torch.Tensor for g in dw.values())
-            state = fsdp.reduce(state, dw, unit)
-            state = fsdp.release(state, unit)
-        state = fsdp.step(state)
+        state, loss = step_by_hand(state, partial(stage, x=x), x, in_bfloat16)
+        losses.append(loss.item())
     return losses, fsdp.full_params(state)
 
 

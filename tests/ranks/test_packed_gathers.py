@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from support.by_hand import step_by_hand
 from support.problems import mesh_and_placement
 
 import functional_fsdp as fsdp
@@ -155,19 +156,8 @@ def by_hand(codec: str) -> Result:
 
     for step in range(STEPS):
         x = batch(step, dist.get_rank(), torch.bfloat16)
-        h, pullbacks = x, {}
-        for unit in state.units:
-            state, w = fsdp.unshard(state, unit)
-            h, pullbacks[unit] = T.vjp(stage(unit, x), w, h)
-            state = fsdp.release(state, unit)
-        losses.append(h.item())
-        dh = torch.ones_like(h)
-        for unit in reversed(state.units):
-            state, w = fsdp.unshard(state, unit)
-            dw, dh = pullbacks.pop(unit)(w, dh)
-            state = fsdp.reduce(state, dw, unit)
-            state = fsdp.release(state, unit)
-        state = fsdp.step(state)
+        state, loss = step_by_hand(state, partial(stage, x=x), x)
+        losses.append(loss.item())
     return losses, fsdp.full_params(state)
 
 

@@ -6,7 +6,7 @@ import copy
 import pickle
 import re
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from support.by_hand import step_by_hand
 from support.commands import TORCHAO
 from support.problems import mesh_and_placement
 
@@ -188,20 +189,8 @@ def by_hand(preset: str, codec: str, steps: int) -> tuple[Losses, Tree]:
 
     for step in range(steps):
         tokens = batch(step, dist.get_rank())
-        h: Any = torch.zeros((), dtype=torch.float64)
-        pullbacks: dict[str, Any] = {}
-        for unit in state.units:
-            state, w = fsdp.unshard(state, unit)
-            h, pullbacks[unit] = T.vjp(stage(unit, tokens), w, h)
-            state = fsdp.release(state, unit)
-        losses.append(h.detach())
-        dh = torch.ones_like(h)
-        for unit in reversed(state.units):
-            state, w = fsdp.unshard(state, unit)
-            dw, dh = pullbacks.pop(unit)(w, dh)
-            state = fsdp.reduce(state, dw, unit)
-            state = fsdp.release(state, unit)
-        state = fsdp.step(state)
+        state, loss = step_by_hand(state, partial(stage, tokens=tokens), torch.zeros((), dtype=torch.float64))
+        losses.append(loss.detach())
     return ended(state, losses)
 
 

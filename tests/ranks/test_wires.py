@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from support.presets import PRESETS
 from support.problems import mesh_and_placement
 from support.tables import each, product
+from support.wired import Net, batch, loss_fn
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -24,26 +24,6 @@ from functional_fsdp._spec.codec import Form
 Tree = dict[str, torch.Tensor]
 SHAPES = {"a.w": (48, 40), "a.b": (7,), "b.w": (3, 200)}
 CODECS = {"fp8_block": fsdp.fp8_block(), "int8": fsdp.int8(64), "mxfp8": fsdp.mxfp8(), "nf4": fsdp.nf4()}
-
-
-class Net(nn.Module):
-    def __init__(self, d: int = 32) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(d, d), nn.GELU(), nn.Linear(d, d)) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = (model(x).float() - x.float().sin()).square().mean()
-    return loss
-
-
-def batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def wired(codec: Any = "fp8_block", feedback: bool = True, **more: Any) -> fsdp.Precision:

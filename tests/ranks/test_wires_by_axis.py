@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn as nn
+from support.wired import Net, batch, loss_fn
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -171,26 +171,6 @@ def test_bytes_on_the_wire() -> None:
 
 
 # ---------------------------------------------------------------- driven, and who carries what is owed
-
-
-class Net(nn.Module):
-    def __init__(self, d: int = 32) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(d, d), nn.GELU(), nn.Linear(d, d)) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = (model(x).float() - x.float().sin()).square().mean()
-    return loss
-
-
-def batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def start(precision: Any, placement: str = "hsdp", **spec: Any) -> tuple[fsdp.State, Any]:
