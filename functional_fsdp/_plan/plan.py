@@ -437,7 +437,9 @@ def make_plan(
     where = found.uses
     buckets = {name: [b for b in layout.by_name[name].buckets if b.gathers(schedule.debug)] for name in where}
     sizes = {name: _total(buckets[name], _nbytes) for name in where}
-    frozen = {name: _total([b for b in buckets[name] if not b.trainable], _nbytes) for name in where}
+    frozen = {}
+    if schedule.keep == "frozen":
+        frozen = {name: _total([b for b in buckets[name] if not b.trainable], _nbytes) for name in where}
     kept = choose_kept(schedule, found, sizes, frozen)
     held = lives_of(schedule, found, sizes, kept)
 
