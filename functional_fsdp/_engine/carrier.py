@@ -31,7 +31,7 @@ from .._storage.weights import Stored, read
 
 __all__ = ["Carrier", "CollectiveTransport", "Portions", "resolve_transport"]
 
-Gathers = tuple[tuple[Collective, torch.Tensor], ...]  # collectives, and where each one lands
+GatherSteps = tuple[tuple[Collective, torch.Tensor], ...]  # collectives, and where each one lands
 PLAIN = Traits()
 
 
@@ -91,7 +91,7 @@ class Carrier:
 
     # ---- gathers
 
-    def gathers(self, bucket: Bucket, whole: torch.Tensor, steps: Gathers) -> Gathers:
+    def gathers(self, bucket: Bucket, whole: torch.Tensor, steps: GatherSteps) -> GatherSteps:
         """The collectives that bring a bucket to its place `whole`, in the place of those that were planned.
 
         Args:

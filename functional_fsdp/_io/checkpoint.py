@@ -138,7 +138,7 @@ def save(state: State, folder: str | os.PathLike[str], *, max_to_keep: int | Non
     return Path(folder)
 
 
-class Saving(NamedTuple):
+class OpenSave(NamedTuple):
     """A save under way.
 
     Attributes:
@@ -153,7 +153,7 @@ class Saving(NamedTuple):
 
 
 @contextmanager
-def saving(what: str, state: State, folder: str | os.PathLike[str]) -> Iterator[Saving]:
+def saving(what: str, state: State, folder: str | os.PathLike[str]) -> Iterator[OpenSave]:
     """Within, the ranks of a state write a folder together. In the end what has not appeared is removed.
 
     Raises:
@@ -167,13 +167,13 @@ def saving(what: str, state: State, folder: str | os.PathLike[str]) -> Iterator[
         final, token = same_folder(joint, folder)
         claim = Claim(final, token) if run.rank == 0 else None
         try:
-            yield Saving(joint, final, token, partial(final, token), claim)
+            yield OpenSave(joint, final, token, partial(final, token), claim)
         finally:
             if claim is not None:
                 claim.drop()
 
 
-def _write(one: Saving, state: State, keep: int | None) -> None:
+def _write(one: OpenSave, state: State, keep: int | None) -> None:
     joint, final, token, path, claim = one
     run = joint.run
     parts: list[SavedTensor] = []

@@ -55,11 +55,11 @@ def optimizer_state(state: State) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
-def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+def _refuse_traced(*args: Any, **kwargs: Any) -> NoReturn:
     raise ScheduleError("load_optimizer_state is nothing for a compiled step. Call it outside torch.compile.")
 
 
-@verb(_refuse)
+@verb(_refuse_traced)
 def load_optimizer_state(
     state: State, source: str | os.PathLike[str] | Source | Nested, *, steps: int | None = None, partial: bool = False
 ) -> State:

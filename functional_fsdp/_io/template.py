@@ -152,7 +152,7 @@ def _tree(
         found: Any
         if kind == "leaf":
             assert state is not None
-            alike = {b.bucket.name: _like(b, name, placed, there) for b in state.main.values()}
+            alike = {b.bucket.name: _optimizer_like(b, name, placed, there) for b in state.main.values()}
             found = {bucket: like for bucket, like in alike.items() if like is not None}
         else:
             one = there[placed[name]]
@@ -164,7 +164,7 @@ def _tree(
     return made
 
 
-def _like(main: FlatBuffer, name: str, placed: Mapping[str, str], there: Mapping[str, Tensor]) -> FlatBuffer | None:
+def _optimizer_like(main: FlatBuffer, name: str, placed: Mapping[str, str], there: Mapping[str, Tensor]) -> FlatBuffer | None:
     """Zeros for what a tree of the checkpoint has for a bucket's leaves; None if it has nothing."""
     for leaf in main.bucket.leaves:
         key = placed.get(f"{name}.{leaf.path}")

@@ -20,7 +20,7 @@ import torch
 from .._common.record import Collective
 from .._distributed.lanes import ARENA, Steps, together
 from .._distributed.peers import uneven
-from .._engine.carrier import Carrier, Gathers, Portions
+from .._engine.carrier import Carrier, GatherSteps, Portions
 from .._plan.layout import Bucket, Layout, Unit
 from .._plan.plan import Plan
 from .._plan.records import records
@@ -166,7 +166,7 @@ class Copies(Carrier):
 
     # ---- gathers
 
-    def gathers(self, bucket: Bucket, whole: torch.Tensor, steps: Gathers) -> Gathers:
+    def gathers(self, bucket: Bucket, whole: torch.Tensor, steps: GatherSteps) -> GatherSteps:
         axis = self.axis.get(bucket.name)
         if axis is None or self.whole is None:
             return steps
