@@ -18,7 +18,7 @@ import benchmark_scaling
 
 import functional_fsdp as fsdp
 from functional_fsdp._plan.cursor import Cursor
-from functional_fsdp.look.canvas import EXPOSED, FAINT, GREY, INK, Page, colours_of
+from functional_fsdp.look.draw import EXPOSED, FAINT, GREY, INK, Page, colours_of
 
 PICTURES: dict[str, Callable[[Path], object]] = {}
 FOUR, TWO = {"data": 4}, {"replica": 2, "shard": 2}

@@ -27,17 +27,13 @@ from ._float8.weight import Float8Weight
 from ._graph import traced as _traced  # noqa: F401  # this one and others with a private name provide what the core calls by name
 from ._graph.lower import Lowered, abstract_state, lower
 from ._host_memory import streamed as _streamed  # noqa: F401
-from ._host_memory.host_transfer import host_transfer
-from ._host_memory.transfer import HostTransfer
-from ._io.adapters import save_adapter
+from ._host_memory.copy_lane import HostTransfer, host_transfer
+from ._io.adapters import merged, save_adapter, save_merged
 from ._io.background import async_save
 from ._io.checkpoint import latest_checkpoint, load, save
-from ._io.conversions import Concatenated, Sliced, Stacked, Transposed
+from ._io.conversions import Concatenated, Sliced, Stacked, Transposed, conversions_of
 from ._io.foreign import Checkpoint, open_checkpoint
-from ._io.hugging_face import conversions_of
-from ._io.load_weights import load_weights
-from ._io.merged import merged, save_merged
-from ._io.optimizer_state import load_optimizer_state, optimizer_state
+from ._io.load_weights import load_optimizer_state, load_weights, optimizer_state
 from ._io.safetensors import save_safetensors
 from ._io.stream import WeightDelta, WeightSnapshot, apply_delta, delta, snapshot, stream
 from ._io.to_dcp import save_dcp
@@ -46,7 +42,7 @@ from ._launch.simulated import Simulation, simulate
 from ._launch.workers import Handle, WorkerGroup
 from ._nn.module import bind, functionalize
 from ._nn.packed_weight import PackedWeight
-from ._nn.ties import tie
+from ._nn.skeleton import tie
 from ._optim.adamw import adamw
 from ._optim.optimizer import Optimizer
 from ._optim.sgd import sgd
@@ -58,13 +54,10 @@ from ._plan.layout import Bucket, Layout, Leaf, Unit
 from ._plan.plan import Plan, make_plan
 from ._plan.route import Partial, Replicated, Sharded
 from ._predict.hardware import Hardware, Link
-from ._predict.links import measure_links
-from ._predict.measured import measure_compute
-from ._predict.prediction import Prediction, predict
+from ._predict.prediction import Prediction, measure_compute, measure_links, predict
 from ._predict.tune import Candidate, Tuned, tune
-from ._redistribute.freeze import freeze, unfreeze
-from ._redistribute.redistribute import free_arena, redistribute
-from ._simulate.traffic import Traffic
+from ._redistribute.redistribute import free_arena, freeze, redistribute, unfreeze
+from ._simulate.world import Traffic
 from ._spec.along import Along
 from ._spec.codec import Codec
 from ._spec.placement import Placement, ddp, hfsdp, hsdp, zero1, zero2, zero3
@@ -74,26 +67,24 @@ from ._spec.spec import Spec
 from ._spec.units import units
 from ._state.export import as_module, buffers, full_params, local_shards, state_dict
 from ._state.init import init
-from ._state.rounds import drop_gradients
+from ._state.session import drop_gradients
 from ._state.shard import make_layout, shard
 from ._state.state import State
 from ._storage.flat import FlatBuffer
-from ._transports import signals as _signals  # noqa: F401
-from ._transports.registry import symmetric
+from ._transports import peer_memory as _signals  # noqa: F401
+from ._transports.auto import symmetric
 from ._verbs.metrics import pmax, pmean, psum
 from ._verbs.replace import replace_extras, replace_grads, replace_params
 from ._verbs.verbs import finish_reductions, newest, reduce, release, step, unshard
 from .codecs.blocks import fp8_block, int8, mxfp8
 from .codecs.dynamic8 import dynamic8
-from .codecs.int4 import int4
-from .codecs.nf4 import nf4
+from .codecs.four_bits import int4, nf4
 from .codecs.quantized import from_quantized
 from .look.compare import Comparison, Difference, compare
 from .look.draw import draw
-from .look.fingerprint import fingerprint
+from .look.fingerprint import Prints, fingerprint
 from .look.flight import flight_record
 from .look.observe import Late, Observation, observe
-from .look.prints import Prints
 from .look.timeline import timeline
 
 __version__ = "0.1.0"

@@ -12,18 +12,17 @@ from ._common.calls import outside_inference
 from ._common.tracing import KEEPING, GraphBuild, foreign_tracer, keep_residuals, tracing_now, users_line
 from ._graph.graph import Graph, graph_of, refuse_values
 from ._graph.lower import point_at_second_gathers
-from ._graph.trace import coordinate_of
+from ._graph.traced import coordinate_of
 from ._host_memory.copy_lane import HostBuffer
 from ._nn.dtensors import by_rules, full_tensor, local_part
 from ._nn.module import around_bound_calls
-from ._nn.skeleton import changed, refuse_meta
-from ._nn.ties import aliases_of
+from ._nn.skeleton import aliases_of, changed, refuse_meta
 from ._optim.optimizer import put
-from ._plan.walk import Collision
+from ._plan.cursor import Collision
 from ._runtime.given import NewCounts
 from ._state.lineage import begin_compiled
 from ._state.session import note_activations
-from ._state.sizes import plan_for, steps_on
+from ._state.state import plan_for, steps_on
 from ._storage.weights import spoilt
 from ._transports import cuda_driver
 from .look.peak import StepMemory, Stretch, find_peak

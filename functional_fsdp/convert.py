@@ -25,9 +25,9 @@ import torch.nn as nn
 
 from ._common.errors import FsdpError, SpecError
 from ._io.checkpoint import load, save
+from ._io.conversions import conversions_of
 from ._io.foreign import Checkpoint, open_checkpoint
-from ._io.hugging_face import conversions_of
-from ._io.optimizer_state import load_optimizer_state
+from ._io.load_weights import load_optimizer_state
 from ._io.safetensors import save_safetensors
 from ._launch.launch import local_mesh
 from ._optim.adamw import adamw

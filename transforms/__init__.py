@@ -3,13 +3,11 @@
 from . import collectives
 from ._compile.compile import compile
 from ._compile.compile_units import compile_units
-from ._compile.start_compilers import start_compilers
-from ._compile.startup import StartupReport, startup
+from ._compile.startup import StartupReport, start_compilers, startup
 from ._cuda_graph.cuda_graph import cuda_graph
 from ._drive.apply import apply
 from ._drive.forward_backward import ForwardBackward, forward_backward
-from ._drive.jvp import jvp, linearize, pullback
-from ._drive.lifted import vmap
+from ._drive.jvp import jvp, linearize, pullback, vmap
 from ._modules.chunked_loss import chunked_loss, linear_cross_entropy
 from ._per_sample.clipped import clipped_gradients
 from ._per_sample.per_sample import per_sample_norms, per_sample_vjp

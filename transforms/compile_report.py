@@ -19,8 +19,8 @@ from typing import Any
 from functional_fsdp import SpecError, State, drop_gradients, finish_reductions
 from functional_fsdp.extend import alone, check_between_steps, ranks_of
 
-from ._compile.clock import Clock
 from ._compile.compile_units import Compiler
+from ._compile.startup import Clock
 from ._drive.driver import Driver, eager_only
 from ._drive.forward_backward import ForwardBackward
 

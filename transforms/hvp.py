@@ -18,9 +18,8 @@ from functional_fsdp import FlatBuffer, State, TreeError, reduce
 from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import alone, gather_leaves, separate_gradients
 
-from ._drive.chain import stages_of
+from ._drive.chain import Stage, Stages, Weights, stages_of
 from ._drive.driver import eager_only
-from ._drive.stages import Stage, Stages, Weights
 from .norms import Buffers, check_tree
 
 __all__ = ["hvp"]

@@ -14,10 +14,9 @@ from functional_fsdp import ScheduleError, SpecError, TreeError
 from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import refuse, skeleton_of, traced_as
 
-from ._modules.outputs import each_leaf
-from ._modules.unit_modules import outermost
+from ._modules.unit_modules import each_leaf, outermost
 from ._remat.across_jvp import across_jvp, in_one_jvp, keeps_nothing
-from ._remat.generators import generators_of
+from ._remat.draws import generators_of
 from ._remat.habits import Habits
 from ._remat.parts import KeptPart, Owner, of_function, part_of
 from ._remat.region import Region

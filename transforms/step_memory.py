@@ -22,8 +22,7 @@ from functional_fsdp.extend import every_buffer, evolve, state_bytes
 
 from ._drive.driver import Driver
 from ._drive.forward_backward import ForwardBackward
-from ._drive.imagined import ImaginedKernels
-from ._drive.rehearsal import Alive, Lap, Rehearsal, moves, weights_of
+from ._drive.rehearsal import Alive, ImaginedKernels, Lap, Rehearsal, moves, weights_of
 
 __all__ = ["Rehearsed", "rehearse", "step_memory"]
 

@@ -12,6 +12,13 @@ An interrupt in the last lines of a call may leave its claim behind. It holds no
 a call around the next one, and a thread that finds it looks whether its owner is in a call, and takes it over if not.
 
 What the package allocates and keeps is made outside torch.inference_mode: nothing could write to it afterwards.
+
+Provided functions: what the core calls by name, and a satellite has.
+
+    satellite   provide("graph", unshard, release, ...)     once, when the package is imported
+    core        @verb(provided("graph.unshard"))            looked up when it is called
+
+So the core imports no satellite: each name that it calls stands where it is called, with the folder that has it.
 """
 
 from __future__ import annotations
@@ -32,7 +39,7 @@ from .ranges import ranged, said
 from .torch_names import CInterpreter, func_interpreter, profiler, pytree, set_grad_enabled
 from .tracing import LOWERING, refuse, tracing
 
-__all__ = ["alone", "ordinary", "outside_inference", "verb"]
+__all__ = ["alone", "ordinary", "outside_inference", "provide", "provided", "verb"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 INTERPRETER: Any = CInterpreter
@@ -220,3 +227,20 @@ def ordinary(tree: Any) -> Any:
 
     with torch.inference_mode(False), torch.no_grad():
         return pytree.tree_map_only(torch.Tensor, copied, tree)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {}
+
+
+def provide(satellite: str, *functions: Callable[..., Any]) -> None:
+    """A satellite has these functions, or classes, for the core."""
+    _FUNCTIONS.update({f"{satellite}.{function.__name__}": function for function in functions})
+
+
+def provided(name: str) -> Callable[..., Any]:
+    """The function of a satellite, as "graph.unshard", which need not be there before it is called."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return _FUNCTIONS[name](*args, **kwargs)
+
+    return function

@@ -4,6 +4,14 @@ torch names a group that only its own ranks make by those ranks and by how many 
 program has made a group of some ranks, as `dist.new_group([0])` on all of them does, ranks would call ours by different
 names and wait for each other; so `level` counts first. For the same reason groups are not destroyed, which would have
 names come twice: those of a mesh that nobody holds any more go to the next one of the same ranks.
+
+PatientStore: the ranks' store, where whoever keeps it is on another host, and may be cut off.
+
+torch's client waits for an answer without end, and not even an interrupt comes through. So a thread asks; if it is kept
+waiting longer than a collective would be, the store counts as lost, and each later call says so at once.
+
+Medium: by what the ranks of a mesh reach each other before they have communicators, and how they wait. Processes
+have this one; a process group that is something else brings its own, as an attribute `medium`.
 """
 
 from __future__ import annotations
@@ -12,21 +20,26 @@ import hashlib
 import json
 import os
 import threading
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from .._common.errors import CommError
 from .._common.torch_names import default_store
-from .watch import here
+from .lanes import gloo
+from .peers import HostVote, ProcessWatch, here
 
-__all__ = ["Levelled", "forget", "level", "new_group", "one_thread"]
+__all__ = ["Levelled", "PatientStore", "Processes", "forget", "level", "medium_of", "new_group", "one_thread"]
 
 NAME = "gloo_with_one_thread"
 POLL, GRACE = 0.1, 2.0  # seconds: how often to look whether a rank has died, and what those get that go on without it
@@ -184,3 +197,92 @@ def _one_thread(group: Any, _: Any) -> Any:
     options._timeout = group.timeout
     options.global_ranks_in_group, options.group_name = group.global_ranks_in_group, group.group_id
     return backend(group.store, group.group_rank, group.group_size, options)
+
+
+Call = tuple[Callable[[], Any], "Future[Any]"]
+
+
+class PatientStore:
+    """The part of a store that ranks use while they wait for each other.
+
+    A call raises what the store does, and DistStoreError if it is lost.
+    """
+
+    def __init__(self, store: Any, limit: timedelta) -> None:
+        self.store, self.limit = store, limit.total_seconds()
+        self.lost = ""
+        self.calls: SimpleQueue[Call | None] = SimpleQueue()
+        # a daemon: one that is never answered must not keep the process
+        threading.Thread(target=_ask, args=(self.calls,), name="functional_fsdp store", daemon=True).start()
+        weakref.finalize(self, self.calls.put, None)
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._asked(partial(self.store.check, keys)))
+
+    def get(self, key: str) -> Any:
+        return self._asked(partial(self.store.get, key))
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._asked(partial(self.store.set, key, value))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._asked(partial(self.store.delete_key, key)))
+
+    def _asked(self, call: Callable[[], Any]) -> Any:
+        if not self.lost:
+            future: Future[Any] = Future()
+            self.calls.put((call, future))
+            try:
+                return future.result(self.limit)
+            except Late:
+                self.lost = f"whoever keeps it did not answer within {self.limit:g} s"
+        raise dist.DistStoreError(self.lost)
+
+
+def _ask(calls: SimpleQueue[Call | None]) -> None:
+    """Carry out one call after another."""
+    while (asked := calls.get()) is not None:
+        call, future = asked
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+        del asked, call, future  # which hold the store until the next one
+
+
+class Processes:
+    """Ranks that are processes.
+
+    Attributes:
+        lanes: the class of lanes, of a Runtime; None: as the device has them.
+        exchange: collectives of the control lane, see `_distributed.lanes`.
+        level, forget: before ranks communicate, and after, see `_distributed.groups`.
+        group: makes a communicator. watch: which of {place: process} have ended. vote: for ranks on one host.
+        now: seconds. rest: waits for so many.
+    """
+
+    lanes: Any = None
+    exchange = staticmethod(gloo)
+    level = staticmethod(level)
+    forget = staticmethod(forget)
+    group = staticmethod(new_group)
+    watch: Any = staticmethod(ProcessWatch)
+    vote: Any = staticmethod(HostVote.of)
+    now = staticmethod(time.monotonic)
+    rest = staticmethod(time.sleep)
+
+    def store(self, place: str) -> Any:
+        """What ranks tell each other lies there."""
+        return dist.PrefixStore(f"{place}/run", default_store())  # type: ignore[attr-defined]
+
+    def until_done(self, future: Any) -> None:
+        """Wait for what this rank's own process does beside it."""
+        Future.exception(future)
+
+
+_PROCESSES = Processes()
+
+
+def medium_of(world: Any) -> Any:
+    """That of all ranks' group."""
+    return getattr(world, "medium", _PROCESSES)

@@ -14,7 +14,7 @@ waits for one waits for the point where it was set last. Nobody asks which kind 
 differs.
 
 A lane of the host is a `Queue` of jobs. The collectives on gloo are a generator: it yields calls that issue
-asynchronous works, and goes on when these are done. (NCCL has each as one kernel, see `_runtime.stream_lanes`.)
+asynchronous works, and goes on when these are done. (NCCL has each as one kernel, see `_runtime.lanes`.)
 
 gloo's own all-gather and reduce-scatter copy through temporary buffers; its broadcast and reduce work in place, so here
 a gather is one broadcast a slice, a reduce-scatter one reduce a slice, and an all-reduce both, one after the other.

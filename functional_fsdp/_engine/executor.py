@@ -22,20 +22,18 @@ import torch
 
 from .._common.interrupts import uninterruptible
 from .._distributed.lanes import Waiting
-from .._plan.cursor import InFlight
+from .._plan.advance import Move
+from .._plan.cursor import Action, InFlight
 from .._plan.layout import Layout
 from .._plan.plan import Plan
-from .._plan.positions import Move
 from .._plan.program import DefaultOrder, GuessedOrder, Program
 from .._plan.records import staging_slots
-from .._plan.walk import Action
 from .._runtime.runtime import Runtime
 from .._spec.schedule import Order
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer
 from .._storage.weights import Stored
-from .carrier import Carrier
-from .gathers import Gathers
+from .gathers import Carrier, Gathers
 from .progress import Progress
 from .reductions import Reductions
 from .sink import GradientSink
@@ -50,7 +48,7 @@ class Executor:
     Attributes:
         stays: whether there is memory that ranks share; shares: the plan for which there is, and since which restart.
         begins: forwards of this step.
-        round_complete: whether gradients are those of a whole round, see `_state.rounds`.
+        round_complete: whether gradients are those of a whole round, see `_state.session`.
     """
 
     def __init__(

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .._plan.cursor import Cursor
+from .._plan.advance import Move, Position, Positions
+from .._plan.cursor import Action, Cursor
 from .._plan.layout import Layout
 from .._plan.plan import REDUCTIONS_AT_ONCE, Plan, make_plan
-from .._plan.positions import Move, Position, Positions
 from .._plan.program import DefaultOrder, FixedOrder, GuessedOrder, Known, Program, RecordedOrder, combined, known
-from .._plan.walk import Action
 from .._runtime.runtime import Runtime
 from .._spec.schedule import Order, Schedule
 from .._spec.spec import Spec

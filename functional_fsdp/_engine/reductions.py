@@ -12,18 +12,16 @@ from typing import Any
 
 from .._common.ranges import ranged
 from .._common.torch_names import profiler
-from .._plan.positions import Move
+from .._plan.advance import Move
 from .._plan.route import states_of
 from .._runtime.given import GradientMask
 from .._runtime.runtime import Runtime
 from .._storage.flat import FlatBuffer
 from .._storage.gradients import in_order
 from .._storage.weights import owned
-from .carrier import Carrier
-from .equal_check import check_of
-from .gathers import Gathers
+from .gathers import Carrier, Gathers
 from .progress import Progress
-from .sink import GradientSink
+from .sink import GradientSink, check_of
 from .staging import Staging, Values
 
 __all__ = ["Reductions"]

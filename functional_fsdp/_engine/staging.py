@@ -42,9 +42,8 @@ from .._plan.route import Route, states_of
 from .._runtime.runtime import Runtime
 from .._storage.flat import FlatBuffer, templates, write_leaves
 from .._storage.gradients import refuse_meta
-from .carrier import Carrier
-from .packed_sum import Feedback
-from .reduction_steps import ReductionSteps
+from .gathers import Carrier
+from .reduction_steps import Feedback, ReductionSteps
 from .sink import GradientSink
 
 __all__ = ["LARGE", "StagedBucket", "Staging", "StagingSlot", "Values", "copy_large", "differ", "leaves_and_gaps"]

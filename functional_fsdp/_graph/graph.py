@@ -28,8 +28,7 @@ from .._distributed.lanes import LANES
 from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
 from .._state.state import State, Version
-from .graph_plan import GraphPlan, graph_plan
-from .trace import Trace
+from .traced import GraphPlan, Trace, graph_plan
 
 __all__ = ["RECORD", "Graph", "Imagined", "graph_of", "kind_of", "refuse_values"]
 

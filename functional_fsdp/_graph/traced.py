@@ -12,37 +12,381 @@ the same graph. Which leaves get no gradient is a part of that graph: ranks comp
 
 `step` as torch.compile sees it: the optimizer's update in plain operations, written into the state's own buffers;
 and other changes in place, of gradients and of weights (`_verbs.change`).
+
+GraphPlan: what the traced verbs need of a layout, a plan and a mesh, worked out once, as tuples of plain values.
+
+While torch.compile traces a step it runs Python slowly and guards what it reads; so nothing is planned there.
+
+    layout + plan + mesh ──▶ GraphPlan ──▶ `_graph.traced`'s verbs: which collectives, of which group, cut where
+
+Trace: the version of a state in the middle of a traced step, and what such a step may begin with.
+
+It exists only while the step is traced. Where nothing is under way it is always the same, so that the rest of the step
+may be another compiled function; an eager verb that is given one raises.
+
+A collective's record is an operation of the graph, issued by `start` and waited for by `finished`. Those name their
+group by a string and need no process group while they are traced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 
-from .._common.errors import ScheduleError, TreeError
-from .._common.provided import provide
+from .._common.calls import provide
+from .._common.errors import FsdpError, ScheduleError, StaleStateError, TreeError
 from .._common.record import Collective
-from .._common.torch_names import pytree
-from .._common.tracing import refuse
+from .._common.torch_names import disable_current_modes, functional_collectives, pytree
+from .._common.tracing import refuse, tracing_now
+from .._distributed.lanes import LANES
 from .._optim.optimizer import Sender, check
-from .._plan.route import Route, States
-from .._runtime.given import ALL, Lacking
+from .._plan.layout import Bucket, Layout, Unit
+from .._plan.plan import make_plan
+from .._plan.records import Records, keeps_copy, records
+from .._plan.route import Route, States, Step
+from .._runtime.given import ALL, Lacking, Seats
+from .._runtime.runtime import Runtime
+from .._spec.spec import Spec
 from .._state.update import counting, keep, may_step, put_back, update
 from .._storage.flat import FlatBuffer
 from .._storage.gradients import like
-from .graph_plan import BucketPlan, GraphPlan, UnitRecipe
-from .trace import Pending, base_of, changing, finished, given_in, graph_plan_of, run, start, then, through, trace_of
 
 if TYPE_CHECKING:
     from .._state.state import State
 
 __all__ = [
-    "axes_of", "change", "change_weights", "finish_reductions", "over_axes", "reduce", "release", "step",
+    "BucketPlan", "GraphPlan", "Pending", "Trace", "UnitRecipe", "axes_of", "base_of", "change",
+    "change_weights", "changing", "coordinate_of", "finish_reductions", "finished", "given_in", "graph_plan",
+    "graph_plan_of", "over_axes", "reduce", "release", "run", "start", "step", "then", "through", "trace_of",
     "unshard",
 ]  # fmt: skip
+
+Groups = Mapping[tuple[str, str], str]  # (lane, axis) -> the name of the group
+
+
+class BucketPlan(NamedTuple):
+    """What happens to a bucket.
+
+    copied: whether there is a compute copy between steps. records: which collectives.
+    pieces: (elements, shape, which of the unit's leaves) in the order of the bucket; -1 is padding.
+    empty: (which of the unit's leaves, shape) of leaves without elements.
+    """
+
+    bucket: Bucket
+    copied: bool
+    records: Records
+    pieces: tuple[tuple[int, tuple[int, ...], int], ...]
+    empty: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+class UnitRecipe(NamedTuple):
+    """A unit's buckets, and the names of its leaves: in the unit, and in the tree."""
+
+    name: str
+    keys: tuple[str, ...]
+    paths: tuple[str, ...]
+    shapes: tuple[tuple[int, ...] | None, ...]  # of the leaves that train
+    buckets: tuple[BucketPlan, ...]
+
+
+class GraphPlan:
+    """All of it, and the program of gathers: uses, what is due at each, and how long a gather's bytes are good.
+
+    Args:
+        sizes, coordinate: of the mesh's axes, and this rank's place.
+        groups: the communicators' names, by lane and axis.
+    """
+
+    def __init__(
+        self, layout: Layout, spec: Spec, sizes: Mapping[str, int], coordinate: Mapping[str, int], groups: Groups,
+        run: Runtime | None = None,
+    ) -> None:  # fmt: skip
+        for bucket in layout.buckets.values():
+            packed = next((leaf for leaf in bucket.leaves if leaf.form is not None), None)
+            if packed is not None:
+                raise ScheduleError(
+                    f"a step that is compiled whole does not gather packed leaves, as {packed.path!r} is, by "
+                    f"{packed.form and packed.form.codec}. Compile the units: T.forward_backward(model, loss_fn, "
+                    "compile=True), with T.cuda_graph around the step; or unpack it by another spec."
+                )
+            if bucket.codec is not None:
+                raise ScheduleError(
+                    f"a step that is compiled whole does not send gradients in a codec, as Precision(wire="
+                    f"{bucket.codec}) says of {bucket.leaves[0].path!r}. Compile the units: T.forward_backward(model, "
+                    "loss_fn, compile=True), with T.cuda_graph around the step; or leave wire out."
+                )
+            if bucket.in_float8 or bucket.gather_codec is not None:
+                how = "in float8" if bucket.in_float8 else "in a codec"
+                said = bucket.gather_codec or bucket.gather
+                raise ScheduleError(
+                    f"a step that is compiled whole does not gather {how}, as Precision(gather={said}) "
+                    f"says of {bucket.leaves[0].path!r}. Compile the units: T.forward_backward(model, loss_fn, "
+                    "compile=True), with T.cuda_graph around the step; or leave gather out."
+                )
+        self.sizes, self.coordinate, self.groups = dict(sizes), dict(coordinate), dict(groups)
+        self.seats, self.run, self.layout = Seats(layout, sizes, coordinate), run, layout.hash
+        self.trained = tuple(self.seats.units)
+        self.data = spec.data
+        self.average, self.traits = spec.average, spec.transport.traits._replace(gathers="gather")
+        _ = layout.trainable  # cached: Dynamo does not trace the first time
+        schedule = spec.schedule if spec.schedule.order != "recorded" else spec.schedule.ordered(None)
+        program = make_plan(layout, schedule)
+        self.uses = tuple(use.unit for use in program.uses)
+        self.due, self.stays = program.due, program.stays
+        self.gathers = tuple((gather.unit, gather.first, gather.last) for gather in program.gathers)
+        self.units = {unit.name: self._unit(unit) for unit in layout.units}
+
+    def group(self, lane: str, axis: str) -> str:
+        """The name of a lane's communicator on an axis."""
+        return self.groups[lane, axis]
+
+    def lacking(self, masks: tuple[int, ...]) -> tuple[tuple[str, str], Any, tuple[str, ...]]:
+        """The error to raise and its text, if any, and `Lacking`'s fields, of a step in which the leaves of `trained`
+        got gradients by these masks; without any, all did.
+
+        Called while a step is traced. Ranks that share a leaf must have gradients for it alike: their graphs cannot ask
+        each other. They compare that when one of them first traces such a step.
+
+        Collective, on the host: when masks are new to this layout.
+        """
+        noted = dict(zip(self.trained, masks or (ALL,) * len(self.trained), strict=True))
+        mine = self.seats.row(noted)
+        rows = [mine]
+        if self.run is not None:
+            try:
+                with disable_current_modes():  # ranks really do it, while a graph is made
+                    rows = _rows(self.run, self.layout, mine)
+            except FsdpError as error:  # Dynamo would wrap it
+                return (type(error).__name__, str(error)), (), ()
+        lacking, parted, amiss = self.seats.lacking(bytes(map(max, *rows, mine))), self.seats.parted(rows), ("", "")
+        if parted:
+            amiss = (
+                "ScheduleError",
+                f"in this compiled step the leaf {parted!r} gets a gradient on some ranks only, and graphs cannot ask "
+                "each other. Give zeros in the place of None there, or None on every rank.",
+            )
+        return amiss, tuple(lacking.given.items()), lacking.anywhere
+
+    lacking._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result's mark
+
+    def _unit(self, unit: Unit) -> UnitRecipe:
+        buckets = tuple(self._bucket(unit, bucket) for bucket in unit.buckets)
+        return UnitRecipe(unit.name, unit.keys, unit.paths, unit.trains, buckets)
+
+    def _bucket(self, unit: Unit, bucket: Bucket) -> BucketPlan:
+        _ = bucket.labels, bucket.ranks, bucket.counts  # cached: Dynamo does not trace the first time
+        leaf_at = dict(zip(bucket.leaf_pieces, bucket.leaves, strict=True))
+        pieces = []
+        for i, shape in enumerate(bucket.pieces):
+            leaf = leaf_at.get(i)
+            pieces.append((prod(shape), shape, -1 if leaf is None else unit.paths.index(leaf.path)))
+        empty = tuple((unit.paths.index(leaf.path), leaf.shape) for leaf in bucket.empty)
+        found = records(bucket, tuple(self.coordinate.items()), self.average, self.traits)
+        return BucketPlan(bucket, keeps_copy(bucket), found, tuple(pieces), empty)
+
+
+_ROWS: WeakKeyDictionary[Runtime, dict[tuple[str, bytes], list[bytes]]] = WeakKeyDictionary()
+
+
+def _rows(run: Runtime, layout: str, row: bytes) -> list[bytes]:
+    """Every rank's row of leaves with gradients. Collective, on the host, when the row is new to this layout."""
+    known = _ROWS.setdefault(run, {})
+    if (layout, row) not in known:
+        known[layout, row] = run.everyone(row, "leaves with gradients")
+    return known[layout, row]
+
+
+def graph_plan(layout: Layout, spec: Spec, run: Runtime) -> GraphPlan:
+    """The graph plan of a state that runs. Collective where a mesh of CPUs has none yet."""
+    axes = [axis for axis, ranks in run.sizes.items() if ranks > 1]
+    groups = {(lane, axis): run.group(run.lanes.traced(lane), axis).group_name for lane in LANES for axis in axes}
+    return GraphPlan(layout, spec, run.sizes, run.coordinate, groups, run)
+
+
+provide("graph", graph_plan)
+
+
+OPS = {"mean": "avg", "sum": "sum", "max": "max"}
+
+
+def start(
+    graph_plan: GraphPlan,
+    one: Collective,
+    local: torch.Tensor,
+    splits: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> torch.Tensor:
+    """Issue one collective; its result must be waited for. `splits`: what the record's are for this rank."""
+    if graph := tracing_now():
+        graph.issued.append(one)
+    ops, ranks, group = functional_collectives, graph_plan.sizes[one.axis], graph_plan.group(one.lane, one.axis)
+    if one.kind == "all_gather":
+        return ops.all_gather_into_tensor(local, ranks, group)
+    if one.kind == "reduce_scatter":
+        return ops.reduce_scatter_tensor(local, OPS[one.op], ranks, group)
+    if one.kind == "all_to_all":
+        cuts = [local.numel() // ranks] * ranks
+        came, sent = (cuts, cuts) if splits is None else splits
+        return ops.all_to_all_single(local, list(came), list(sent), group)
+    return ops.all_reduce(local, OPS[one.op], group)
+
+
+def finished(graph_plan: GraphPlan, step: Step, local: torch.Tensor) -> torch.Tensor:
+    """Wait for what `start` has issued of a step, and do the rest of it."""
+    done: torch.Tensor = functional_collectives.wait_tensor(local)
+    one = step.collectives[0]
+    if one.kind != "all_to_all":
+        return done
+    ranks = graph_plan.sizes[one.axis]
+    parts = done.view(ranks, -1)
+    total = parts[0].float()
+    for rank in range(1, ranks):  # in the order of ranks: ((r0 + r1) + r2) + ...
+        total = total + parts[rank]
+    if one.op == "mean":
+        total = total / ranks
+    for gather in step.collectives[1:]:
+        total = run(graph_plan, gather, total)
+    return total
+
+
+def run(
+    graph_plan: GraphPlan,
+    one: Collective,
+    local: torch.Tensor,
+    splits: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> torch.Tensor:
+    """One collective, and its result."""
+    done: torch.Tensor = functional_collectives.wait_tensor(start(graph_plan, one, local, splits))
+    return done
+
+
+def through(graph_plan: GraphPlan, way: Route, local: torch.Tensor, begin: int = 0) -> torch.Tensor:
+    """A route from its step `begin` on, up to the division at its end."""
+    for step in way.steps[begin:]:
+        first = step.collectives[0]
+        local = finished(graph_plan, step, start(graph_plan, first, local.to(first.dtype)))
+    return local / way.divisor if way.divisor > 1 else local
+
+
+FIELDS = ("base", "cursor", "issued", "flying", "ready", "held", "pending", "given")
+
+
+class Pending(NamedTuple):
+    """A bucket's reduction under way: what is left of it once its first collective is waited for."""
+
+    bucket_plan: BucketPlan
+    way: Route
+    local: torch.Tensor
+
+
+class Trace:
+    """The version of a state in the middle of a traced step.
+
+    base: the version that the step came with. cursor, issued: uses and gathers so far. flying: {unit: whole buckets,
+    not waited for}. ready: {unit: (weights, the last use that they are good for)}. held: units handed out. pending:
+    reductions under way. given: {unit: mask of the leaves that got a gradient} of the units that were reduced.
+    """
+
+    def __init__(
+        self, base: Any, cursor: int, issued: int, flying: Any, ready: Any, held: tuple[str, ...],
+        pending: tuple[Pending, ...], given: dict[str, int],
+    ) -> None:  # fmt: skip
+        self.base = base
+        self.cursor = cursor
+        self.issued = issued
+        self.flying = flying
+        self.ready = ready
+        self.held = held
+        self.pending = pending
+        self.given = given
+
+    def but(self, **changes: Any) -> Trace:
+        """The same with some fields replaced."""
+        return Trace(**{name: changes[name] if name in changes else getattr(self, name) for name in FIELDS})
+
+    @property
+    def lineage(self) -> NoReturn:
+        raise ScheduleError(
+            "this State is in the middle of a step that torch.compile runs, and was used eagerly: it was returned "
+            "before step(), or the graph broke (fullgraph=True says where). Return it after step(), or go on from the "
+            "state that went in."
+        )
+
+
+def graph_plan_of(state: State, verb: str) -> GraphPlan:
+    """What the traced verbs go by; an error if the state cannot be used by them."""
+    version: Any = state.version
+    if not isinstance(version, Trace):
+        _check(version, verb)
+    lineage = trace_of(state).base.lineage
+    kind, said = lineage.for_graphs()
+    if said:
+        refuse(kind, said)
+    found: GraphPlan = lineage.graph_plan
+    return found
+
+
+def _check(version: Any, verb: str) -> None:
+    """A traced step begins between steps. What is read here is guarded, and changes only by wrong use."""
+    where = "inside torch.compile, or a step that it runs"
+    if version.spent:
+        raise StaleStateError(f"{verb} {where}: this State was consumed by a step(). Use the State that it returned.")
+    if version.lineage.broken:
+        raise StaleStateError(f"{verb} {where}: {version.lineage.broken}")
+    if version.origin is not None or version.lineage.busy:
+        raise ScheduleError(
+            f"{verb} {where}: a step of this State is under way eagerly. A compiled step begins with a state between "
+            "steps. Finish the step that is under way, or start over: state = fsdp.drop_gradients(state)."
+        )
+
+
+def trace_of(state: State) -> Trace:
+    version: Any = state.version
+    found: Trace = version if isinstance(version, Trace) else Trace(version, 0, 0, {}, {}, (), (), {})
+    if len(found.given) == 0 and len(state.grads) > 0:  # all leaves got theirs: see `then`
+        return found.but(given=dict.fromkeys(found.base.lineage.graph_plan.trained, ALL))
+    return found
+
+
+def base_of(state: State) -> Any:
+    """The version of the state that the step began with."""
+    return trace_of(state).base
+
+
+def given_in(state: State) -> dict[str, int]:
+    """Masks of the leaves that got a gradient in this step, by unit."""
+    return trace_of(state).given
+
+
+def then(state: State, trace: Trace, **fields: Any) -> State:
+    """The state after a verb. Where nothing is held, in flight or lacks a gradient its mark is always the same, so that
+    the rest of the step may be another compiled function."""
+    busy = len(trace.held) + len(trace.ready) + len(trace.flying) + len(trace.pending)
+    if len(trace.given) > 0:
+        units = graph_plan_of(state, "step").trained
+        busy += len(trace.given) < len(units) or any(mask != ALL for mask in trace.given.values())
+    version = trace if busy else Trace(trace.base, 0, 0, {}, {}, (), (), {})
+    return state._evolve(version=version, **fields)
+
+
+def changing(state: State, verb: str) -> None:
+    """Raise a ScheduleError if a graph is made that is to change this state and cannot: it is no argument of it."""
+    graph = tracing_now()
+    if graph is not None and not any(base_of(state).lineage is lineage for lineage in graph.lineages):
+        refuse(
+            "ScheduleError",
+            f"{verb}: this State is not among the arguments of the step that a graph is made of, so the step would "
+            "change it once, and never again. Give it to the step as an argument, and return the new one.",
+        )
+
+
+def coordinate_of(state: State) -> dict[str, int]:
+    """This rank's place along each axis of the mesh, where a graph is made; also of ranks that are only thought of."""
+    return graph_plan_of(state, "a transform").coordinate
 
 
 def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:

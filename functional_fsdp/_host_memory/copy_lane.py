@@ -4,10 +4,19 @@
     lane                    └── t to the host ──┘   ...   ┌── t from the host ──┘
 
 A lane belongs to a device, since no rank waits for what it does. On the CPU it is the host's present.
+
+What it costs that a state lies in the host's memory, by plan: bytes each way, and seconds at a bandwidth.
+
+forward, backward   compute shards ──▶ device, for each gather     main gradients ──▶ host
+step                main weights, what the optimizer keeps, main gradients ──▶ device
+                    main weights, what the optimizer keeps, compute shards ──▶ host
+
+host_transfer: what it costs that a state lies in the host's memory, in bytes and seconds.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
@@ -15,11 +24,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._common.device import being_captured, pin, unpin
-from .._common.errors import ScheduleError
-from .._common.torch_names import disable_current_modes, dispatch_modes
+from .._common.calls import provide
+from .._common.device import being_captured, host_bandwidth, pin, unpin
+from .._common.errors import ScheduleError, SpecError
+from .._common.torch_names import disable_current_modes, dispatch_modes, pytree
+from .._common.tree import bytes_text
+from .._engine.progress import first_plan
+from .._state.state import State
+from .._storage.flat import FlatBuffer
 
-__all__ = ["CopyLane", "HostBuffer", "HostBuffers", "copy_lane"]
+__all__ = [
+    "CopyLane", "HostBuffer", "HostBuffers", "HostTransfer", "copy_lane", "host_transfer", "planned_transfer",
+]  # fmt: skip
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # where to, where from
 
@@ -208,3 +224,89 @@ def _smallest(free: list[HostBuffer], nbytes: int) -> HostBuffer | None:
     """Take out the smallest with so many bytes."""
     at = bisect_left(free, nbytes, key=lambda one: one.nbytes)
     return free.pop(at) if at < len(free) else None
+
+
+class HostTransfer(NamedTuple):
+    """What a step with one microbatch moves between the host's memory and the device, on this rank, in bytes.
+
+    update: by `step`, to the device. stored: by `step`, back. beside: in the forward and the backward, to the device,
+    for gathers. gradients: in the backward, to the host. bandwidth: bytes a second each way, both ways at once; NaN
+    where nobody has measured it.
+    """
+
+    update: int
+    stored: int
+    beside: int
+    gradients: int
+    bandwidth: float = math.nan
+
+    @property
+    def to_device(self) -> int:
+        """Bytes to the device."""
+        return self.update + self.beside
+
+    @property
+    def to_host(self) -> int:
+        """Bytes to the host's memory."""
+        return self.stored + self.gradients
+
+    @property
+    def seconds(self) -> float:
+        """What a step takes longer at most, where nothing is hidden by compute."""
+        return (max(self.update, self.stored) + self.beside + self.gradients) / self.bandwidth
+
+    def __repr__(self) -> str:
+        if not any(self[:4]):
+            return "a step moves nothing between the host's memory and the device"
+        ways = f"{bytes_text(self.to_device)} to the device and {bytes_text(self.to_host)} to the host"
+        within = (
+            f"in step {bytes_text(self.update)} and {bytes_text(self.stored)}, "
+            f"beside compute {bytes_text(self.beside)} and {bytes_text(self.gradients)}"
+        )
+        rate = f": at most {self.seconds:.3f} s at {self.bandwidth / 1e9:.1f} GB/s each way"
+        return f"a step moves {ways} ({within}){'' if math.isnan(self.bandwidth) else rate}"
+
+
+def planned_transfer(state: State) -> HostTransfer:
+    """What a step of a state moves, by its plan. Nothing is measured."""
+    layout, executor = state.layout, state.version.lineage.executor
+    plan = first_plan(layout, state.spec.schedule) if executor is None else executor.progress.plan
+    main, opt = state.main, state.opt
+    far = {name: bucket for name, bucket in layout.trainable.items() if bucket.on_host}
+    nodes = pytree.tree_leaves(opt, is_leaf=lambda x: isinstance(x, FlatBuffer))
+    kept = [n for n in nodes if isinstance(n, FlatBuffer) and n.bucket.name in far and not n.bucket.by_leaf]
+    once = {b.local.data_ptr() or id(b.local): b.local.nbytes for b in [*map(main.__getitem__, far), *kept]}
+    moved = sum(once.values())
+    gradients = sum(b.nbytes("main") // b.main.itemsize * b.grads.itemsize for b in far.values() if b.grads_on_host)
+    sizes = {name: b.nbytes("weights") for name, b in layout.buckets.items() if b.copy_on_host}
+    copies = sum(sizes.get(name, 0) for name in far)
+    of_unit = {unit.name: sum(sizes.get(b.name, 0) for b in unit.buckets) for unit in layout.units}
+    beside = sum(of_unit[gather.unit] for gather in plan.gathers)
+    return HostTransfer(moved + gradients, moved + copies, beside, gradients)
+
+
+provide("host_memory", planned_transfer)
+
+
+def host_transfer(state: State, bandwidth: float | None = None) -> HostTransfer:
+    """What it costs that a state lies in the host's memory (`memory_kind="pinned_host"`), by plan.
+
+    Args:
+        state: between steps or not; or an `abstract_state`, of which nothing is measured.
+        bandwidth: bytes a second each way. None: measured, on the first call for a device, by four copies of 64 MiB
+            each way at once. Others that use the same bus at the same time are not counted.
+
+    Raises:
+        SpecError: a bandwidth that is no positive number.
+
+    Collective: none.
+
+    Example: `print(fsdp.host_transfer(state))` gives "a step moves 18.4 GiB to the device and 13.8 GiB to the host (in
+    step 13.8 GiB and 11.5 GiB, beside compute 4.6 GiB and 2.3 GiB): at most 0.441 s at 50.4 GB/s each way".
+    """
+    if bandwidth is not None and not (isinstance(bandwidth, int | float) and 0 < bandwidth < math.inf):
+        raise SpecError(f"host_transfer(bandwidth={bandwidth!r}): expected bytes a second, as 50e9, or None.")
+    if bandwidth is None:
+        abstract = any(buffer.local.is_meta for buffer in state.main.values())
+        bandwidth = math.nan if abstract else host_bandwidth(state.count.device)
+    return planned_transfer(state)._replace(bandwidth=float(bandwidth))

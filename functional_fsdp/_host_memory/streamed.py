@@ -18,17 +18,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .._common.calls import provide
 from .._common.device import in_host_memory
-from .._common.provided import provide
 from .._common.torch_names import pytree
 from .._distributed.lanes import Mark, Steps
 from .._optim.optimizer import FILL, runs
 from .._plan.bucket import STAGED, Bucket, aligned
 from .._runtime.given import Leaves
 from .._state.update import in_place
-from .._storage.cut import cut, cuts
-from .._storage.flat import FlatBuffer
-from .._storage.refresh import own_part
+from .._storage.flat import FlatBuffer, cut, cuts
+from .._storage.weights import own_part
 
 if TYPE_CHECKING:
     from .._state.state import State

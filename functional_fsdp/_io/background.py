@@ -32,7 +32,7 @@ from .._common.device import arrival, pin, unpin
 from .._common.errors import CheckpointError
 from .._common.interrupts import uninterruptible
 from .._plan.layout import aligned
-from .._runtime.joint import Joint
+from .._runtime.agreement import Joint
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
 from . import writer_process as scribe
@@ -40,8 +40,7 @@ from .checkpoint import same_folder, told_of
 from .folder import partial
 from .parts import SavedTensor, own_place, parts_of
 from .pending import Saving, pending
-from .processes import started
-from .writer_process import PoolTensor, SaveJob
+from .writer_process import PoolTensor, SaveJob, started
 
 __all__ = ["async_save"]
 

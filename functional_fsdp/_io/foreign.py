@@ -19,14 +19,11 @@ import torch
 from .._common.errors import CheckpointError, FsdpError, SpecError
 from .._common.tree import bytes_text, table
 from .contents import Contents, Format, number_of
-from .formats.accelerate import Accelerate
-from .formats.dcp import Dcp
+from .formats.dcp import Accelerate, Dcp
 from .formats.deepspeed import DeepSpeed
-from .formats.hugging_face import HuggingFace, SafetensorsFile
+from .formats.hugging_face import HuggingFace, Peft, SafetensorsFile, onto
 from .formats.own import Own
-from .formats.peft import Peft, onto
-from .formats.rank_files import RankFiles
-from .formats.state_dicts import StateDict
+from .formats.state_dicts import RankFiles, StateDict
 from .sources import Source, opens_paths
 from .spans import Files, Filled, entry_values, numel_of
 

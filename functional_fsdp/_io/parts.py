@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._common.checksum import checksum
+from .._common.device import checksum
 from .._common.errors import TreeError
 from .._plan.route import Partial, Replicated
 from .._runtime.runtime import Runtime, runtime_of

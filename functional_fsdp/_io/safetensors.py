@@ -16,7 +16,7 @@ import torch
 from .._common.calls import alone
 from .._common.errors import SpecError
 from .._common.tree import flatten
-from .._runtime.agree import Topic, agree
+from .._runtime.agreement import Topic, agree
 from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._storage.weights import refuse_packed

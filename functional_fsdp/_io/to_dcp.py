@@ -21,21 +21,21 @@ from .._common.errors import SpecError
 from .._common.torch_names import storage_info
 from .._common.tree import flatten
 from .._optim.adamw import AdamW
-from .._optim.numbers import at, by_label
+from .._optim.optimizer import at, by_label
 from .._optim_extra.from_torch import FromTorch
 from .._plan.layout import Leaf
 from .._runtime.runtime import Runtime
-from .._spec.cuts import boxes as cut_boxes
+from .._spec.placement import boxes as cut_boxes
 from .._state.state import State
 from .._storage.flat import FlatBuffer, nodes_of
 from .._storage.weights import refuse_packed
 from .checkpoint import saving
+from .dcp_files import Written, write_tensors
 from .folder import check_shared, sync, write_file
 from .manifest import METADATA, file_of
 from .parts import SavedTensor, parts_of, place_at
 from .spans import numel_of
 from .stream import none_apart
-from .writer import Written, write_tensors
 
 __all__ = ["boxes", "save_dcp"]
 

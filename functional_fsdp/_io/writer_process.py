@@ -20,6 +20,8 @@ Scribes of one save meet in its folder, so that none of them needs a process gro
 
 A scribe computes nothing and holds nothing: what it writes lies in memory that it shares with its rank. It ends with
 its rank.
+
+Processes of this package's own, beside the caller's: fresh ones, never forks of it.
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ import os
 import pickle
 import queue
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
@@ -41,12 +46,12 @@ from typing import IO, Any, NamedTuple, NoReturn
 import torch
 
 from .._common.errors import CheckpointError
+from .dcp_files import Written, complete, write_tensors
 from .folder import LOCK, Claim, check_shared, hold, is_free, let_go, partial
 from .manifest import Chunk, file_of, read_note
 from .parts import SavedTensor, content, plain_names
-from .writer import Written, complete, write_tensors
 
-__all__ = ["PoolTensor", "SaveJob", "serve"]
+__all__ = ["PoolTensor", "SaveJob", "serve", "started"]
 
 TURN = 0.02  # seconds between two looks into the folder
 
@@ -283,3 +288,26 @@ def _looks(folder: Path) -> Iterator[float]:
             seen, moved = now, time.monotonic()
         yield moved
         time.sleep(TURN)
+
+
+CODE = "import sys; sys.path[:] = {path!r}; import {modules}; from {module} import serve; serve({fd})"
+
+
+def started(module: str, preload: Iterable[str] = ()) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A process that runs `serve(fd)` of a module, where fd is its end of a socket; and the caller's end.
+
+    Args:
+        preload: names of modules that it imports before it serves.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        given: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        flags = [flag for flag in given if not flag.startswith("-W")]
+        code = CODE.format(path=sys.path, modules=", ".join([module, *preload]), module=module, fd=theirs.fileno())
+        process = subprocess.Popen(
+            [sys.executable, *flags, "-W", "ignore", "-c", code],  # the caller has seen what importing warns of
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C reaches the caller only, who decides what it means
+        )
+    return process, ours

@@ -19,11 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .._common.errors import CommError
 from .._common.torch_names import gloo_options
 from . import meshes
-from .attempt import store_of_this_attempt
-from .launchers import take_task
-from .objects import without_numpy
+from .launchers import store_of_this_attempt, take_task
 from .pool import LaunchError
 from .simulated import Simulation
+from .transfer import without_numpy
 from .worker import STORE, TIMEOUT
 from .workers import WorkerGroup, default_nprocs
 

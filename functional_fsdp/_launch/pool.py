@@ -26,9 +26,8 @@ import torch.distributed as dist
 
 from .._common.errors import FsdpError
 from .._common.interrupts import of_the_program
-from .results import Key
 from .server import Server, exit_code
-from .transfer import dumps, loads
+from .transfer import Key, dumps, loads
 from .worker import STORE, Call, Setup
 
 __all__ = ["LaunchError", "Pool", "end_all", "forget_all", "interrupts"]

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from .._common.device import forks_after_inductor
 from .._common.torch_names import inductor
-from .._io.processes import started
+from .._io.writer_process import started
 from . import worker
 
 __all__ = ["Server", "exit_code", "serve"]

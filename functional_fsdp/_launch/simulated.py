@@ -18,12 +18,11 @@ from .._common.torch_names import c10d
 from .._io.pending import settled
 from .._simulate import turns
 from .._simulate.own import Own, Stream
-from .._simulate.traffic import Traffic
 from .._simulate.turns import Fault, Rank, Turns
-from .._simulate.world import Medium, World, enter_torch, leave_torch, torch_world
-from . import meshes, results
+from .._simulate.world import Medium, Traffic, World, enter_torch, leave_torch, torch_world
+from . import meshes, transfer
 from .pool import LaunchError, Pool
-from .results import Key, drop, held, keep
+from .transfer import Key, drop, held, keep
 from .worker import Call
 from .workers import HANDLES, Handle, WorkerGroup
 
@@ -55,8 +54,8 @@ class SimulatedPool(Pool):
         places[c10d, "_world"] = None
         places[meshes, "made"] = {}
         places[meshes, "default_axes"] = self.axes or meshes.default_axes
-        places[results, "_values"] = {}
-        places[results, "_lengths"] = {}
+        places[transfer, "_values"] = {}
+        places[transfer, "_lengths"] = {}
         places[sys, "stdout"], places[sys, "stderr"] = None, None
         said = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         return Own(places, said)

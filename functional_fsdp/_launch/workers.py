@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from .pool import LaunchError, Pool, end_all, forget_all, interrupts
-from .reloads import Versions
-from .results import Key, held, meshes, renew, same, short
-from .worker import Call
+from .transfer import Key, held, meshes, renew, same, short
+from .worker import Call, Versions
 
 __all__ = ["HANDLES", "Handle", "WorkerGroup", "default_nprocs"]
 

@@ -33,8 +33,7 @@ from .._common.torch_names import (
 )
 from .._common.tracing import refuse, tracing
 from .dtensors import Form, form_of
-from .skeleton import Placeholder, changed, persistent, refuse_meta, skeleton_of
-from .ties import aliases_of, tied
+from .skeleton import Placeholder, aliases_of, changed, persistent, refuse_meta, skeleton_of, tied
 
 __all__ = [
     "Bound", "Slot", "around_bound", "around_bound_calls", "bind", "filled", "functionalize", "keep",

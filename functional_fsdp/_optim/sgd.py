@@ -14,8 +14,7 @@ from .._common.torch_names import fused_sgd_
 from .._common.tracing import traced_as
 from .._runtime.given import Leaves
 from .._storage.flat import zeros
-from .numbers import Setting, at, check_settings, fixed, groups_of, labels_in, numbers, tensors
-from .optimizer import Tree, UpdatesSome
+from .optimizer import Setting, Tree, UpdatesSome, at, check_settings, fixed, groups_of, labels_in, numbers, tensors
 
 __all__ = ["Sgd", "sgd"]
 

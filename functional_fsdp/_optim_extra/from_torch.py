@@ -32,8 +32,7 @@ from .._common.device import as_rate, being_captured, lies_on_host, zeros_as
 from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.torch_names import TorchDispatchMode
 from .._common.tracing import traced_as
-from .._optim.numbers import at, by_label, check_settings, first_of, labels_in
-from .._optim.optimizer import Tree, UpdatesSome
+from .._optim.optimizer import Tree, UpdatesSome, at, by_label, check_settings, first_of, labels_in
 from .._plan.bucket import Bucket
 from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer, leaf_shards, no_counts

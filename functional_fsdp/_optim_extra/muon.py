@@ -23,8 +23,18 @@ from einops import rearrange
 from .._common.errors import SpecError
 from .._common.torch_names import foreach_add_, foreach_copy_, foreach_lerp, foreach_lerp_, foreach_mul_
 from .._common.tree import register
-from .._optim.numbers import Setting, at, check_settings, labels_in, number, numbers
-from .._optim.optimizer import Sender, Tree, UpdatesSome, portions
+from .._optim.optimizer import (
+    Sender,
+    Setting,
+    Tree,
+    UpdatesSome,
+    at,
+    check_settings,
+    labels_in,
+    number,
+    numbers,
+    portions,
+)
 from .._plan.layout import Bucket, Leaf
 from .._runtime.given import Leaves
 from .._storage.flat import summary, zeros

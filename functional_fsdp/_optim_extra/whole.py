@@ -29,8 +29,7 @@ from .._common.device import being_captured, zeros_as
 from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.torch_names import pytree
 from .._common.tracing import traced_as
-from .._optim.numbers import at, by_label, check_settings, first_of, labels_in
-from .._optim.optimizer import Sender, Tree, UpdatesSome, portions
+from .._optim.optimizer import Sender, Tree, UpdatesSome, at, by_label, check_settings, first_of, labels_in, portions
 from .._plan.layout import Bucket, Leaf
 from .._runtime.given import Leaves
 from .._storage.flat import no_counts

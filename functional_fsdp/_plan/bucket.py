@@ -9,10 +9,8 @@ from math import prod
 
 import torch
 
-from .._spec.codec import Codec, Form
-from .._spec.cuts import Cuts, whole_shape
-from .._spec.placement import Placement
-from .._spec.rows import Rows
+from .._spec.codec import Codec, Form, Rows
+from .._spec.placement import Cuts, Placement, whole_shape
 
 __all__ = ["ALIGN", "STAGED", "Bucket", "Leaf", "aligned"]
 

@@ -32,11 +32,9 @@ import torch
 from .._common.errors import SpecError
 from .._common.tree import PathIndex, Paths, bytes_text, table
 from .._spec.along import Along
-from .._spec.codec import Codec, Form
-from .._spec.cuts import cuts_of
-from .._spec.placement import Placement
+from .._spec.codec import Codec, Form, Rows
+from .._spec.placement import Placement, cuts_of
 from .._spec.precision import LeafPrecision, Precision
-from .._spec.rows import Rows
 from .._spec.spec import Spec
 from .._spec.units import find_units, in_order_of_use, relative_keys
 from .bucket import ALIGN, STAGED, Bucket, Leaf, aligned

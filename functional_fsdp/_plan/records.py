@@ -8,7 +8,7 @@
 | finish  | as far as that was | main gradients         | `finish_reductions`                             |
 | step    | main weights       | compute copies         | `step`                               |
 
-The engine (`_engine/arena.py`, `_engine/staging.py`) carries them out on lanes, a traced step (`_graph/traced.py`) as
+The engine (`_engine/gathers.py`, `_engine/staging.py`) carries them out on lanes, a traced step (`_graph/traced.py`) as
 operations of a graph.
 """
 
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._spec.transport import Traits
+from .._spec.spec import Traits
 from .layout import Bucket, Layout
 from .plan import REDUCTIONS_AT_ONCE
 from .route import Coordinate, How, Partial, Route, States, partial_states, route, states_of, whole_states

@@ -3,40 +3,148 @@
 model, loss function, batch   ──rehearsal on the meta device──▶  kernels of each use, order of use, bytes alive
 spec                          ──layout, plan, records────────▶  gathers, reductions, updates by unit
 hardware                      ──────────────────────────────▶  seconds of each; lanes, event by event
+
+Spared: what compiled code keeps less for the backward than eager code does, use by use.
+
+A compiler that sees a unit's forward and backward at once keeps the cheapest tensors from which what the backward reads
+can be computed again by elementwise operations and reductions. Of these it computes nothing again that a product or an
+attention reads in the backward, since that has to be written anyway. So the bytes that it keeps are a smallest cut of
+the forward's tensors, as of torch's partitioner.
+
+Source: the min-cut partitioner of torch's functorch compiler (https://dev-discuss.pytorch.org/t/467).
+
+measure_links: latency and bandwidth along each axis of a mesh, from gathers of two sizes.
+
+measure_compute: seconds of each use of a model's units on this device, measured once and kept.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter as Counts
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from .._common.device import best_device, device_name
 from .._common.errors import SpecError
-from .._common.torch_names import NoTorchFunction
+from .._common.record import Collective
+from .._common.torch_names import NoTorchFunction, pytree
 from .._common.tree import bytes_text, table
 from .._graph.lower import abstract_state
-from .._nn.skeleton import every_buffer
-from .._nn.ties import aliases_of
+from .._nn.skeleton import aliases_of, every_buffer
 from .._optim.adamw import adamw
 from .._plan.layout import Layout
 from .._plan.plan import Plan
+from .._runtime.runtime import Runtime, runtime_of
 from .._spec.spec import Spec
-from .._state.sizes import state_bytes
-from .._state.state import State
+from .._state.state import State, state_bytes
 from ..look.peak import StepMemory
 from ..look.timeline import Timeline
 from .hardware import Hardware, Link
-from .lanes import Costs, Run, play
-from .operations import Counter, Work
-from .spared import spared
-from .traffic import Traffic
+from .lanes import Costs, Run, Traffic, play
+from .operations import Counter, Logged, Work
 
-__all__ = ["Prediction", "Rehearsal", "above", "predict", "predicted", "prepared", "rehearsal_of", "rehearsed"]
+__all__ = [
+    "Prediction", "Rehearsal", "above", "measure_compute", "measure_links", "predict", "predicted", "prepared",
+    "rehearsal_of", "rehearsed", "smallest_cut", "spared",
+]  # fmt: skip
+
+INFINITE = 1 << 60
+
+
+def spared(log: Sequence[Logged], forward: int, compiled: Collection[int]) -> list[int]:
+    """Bytes that the forward uses of a rehearsal keep more in compiled code than eagerly: negative where it keeps less.
+
+    Args:
+        log: of the rehearsal's operations. forward: how many of its uses are the forward. compiled: which of these are
+            compiled.
+    """
+    home: dict[int, int] = {}  # the use that has made a tensor
+    size: dict[int, int] = {}
+    read: dict[int, set[int]] = {}  # the uses that read it
+    whole: set[int] = set()  # what a product or an attention reads in the backward
+    for one in log:
+        for key in one.inputs:
+            read.setdefault(key, set()).add(one.use)
+            if one.use >= forward and not one.joined:
+                whole.add(key)
+        for key, nbytes in one.outputs:
+            home.setdefault(key, one.use)
+            size.setdefault(key, nbytes)
+    found = [0] * forward
+    for use in compiled:
+        mine = {key for key, where in home.items() if where == use}
+        needed = {key for key in mine if any(other >= forward for other in read.get(key, ()))}
+        leaves = {key for key in mine if any(use < other < forward for other in read.get(key, ()))}
+        forced = (needed & whole) | leaves
+        eager = sum(size[key] for key in needed | leaves)
+        cut = smallest_cut([one for one in log if one.use == use], size, needed - forced, forced, read, forward)
+        found[use] = sum(size[key] for key in forced) + cut - eager
+    return found
+
+
+def smallest_cut(
+    ops: Sequence[Logged], size: dict[int, int], wanted: Collection[int], kept: Collection[int],
+    read: dict[int, set[int]], forward: int,
+) -> int:  # fmt: skip
+    """Bytes of the cheapest tensors to keep from which those wanted follow, where some are kept anyway."""
+    if not wanted:
+        return 0
+    capacity: dict[tuple[object, object], int] = {}
+    next_to: dict[object, set[object]] = {}
+
+    def edge(a: object, b: object, n: int) -> None:
+        capacity[a, b] = capacity.get((a, b), 0) + n
+        capacity.setdefault((b, a), 0)
+        next_to.setdefault(a, set()).add(b)
+        next_to.setdefault(b, set()).add(a)
+
+    made: dict[int, Logged] = {}
+    for op in ops:
+        for key, _ in op.outputs:
+            made.setdefault(key, op)
+    there = {key for op in ops for key in (*op.inputs, *(key for key, _ in op.outputs))}
+    for key in there:
+        free = key in kept or key not in size or (key not in made and any(use >= forward for use in read[key]))
+        edge((key, 0), (key, 1), 0 if free else size[key])  # what is free to keep cuts its way at once
+        maker = made.get(key)
+        if maker is None or not maker.joined:
+            edge("source", (key, 0), INFINITE)
+        else:
+            for given in maker.inputs:
+                if given != key:
+                    edge((given, 1), (key, 0), INFINITE)
+    for key in wanted:
+        edge((key, 1), "sink", INFINITE)
+    total = 0
+    while True:
+        before: dict[object, object] = {"source": "source"}
+        todo: deque[object] = deque(["source"])
+        while todo and "sink" not in before:
+            a = todo.popleft()
+            for b in next_to.get(a, ()):
+                if b not in before and capacity[a, b] > 0:
+                    before[b] = a
+                    todo.append(b)
+        if "sink" not in before:
+            return total
+        path: list[tuple[object, object]] = []
+        at: object = "sink"
+        while at != "source":
+            path.append((before[at], at))
+            at = before[at]
+        least = min(capacity[step] for step in path)
+        for one, other in path:
+            capacity[one, other] -= least
+            capacity[other, one] += least
+        total += least
 
 
 def above(module: str = "") -> Any:
@@ -331,3 +439,100 @@ def _bound(run: Run, parts: Mapping[str, float], layout: Layout, traffic: Traffi
         axis = max(seconds, key=lambda name: seconds[name], default="")
         return f"{worst}s along {axis!r}" if axis else f"{worst}s"
     return {"host": "the host", "update": "updates", "copies": "copies to the host's memory"}.get(worst, worst)
+
+
+SMALL, LARGE, MOST, ROUNDS = 1 << 10, 1 << 24, 1 << 29, 5  # elements: of a rank, of all ranks; and how often
+LONGER = 8  # times what the small one takes: then noise of the host is no part of the bandwidth
+
+
+def measure_links(mesh: DeviceMesh) -> dict[str, Link]:
+    """Latency and bandwidth along each axis of a mesh, for `fsdp.predict(links=)`. The same on every rank.
+
+    Args:
+        mesh: with named axes, as `fsdp.local_mesh()`.
+
+    Returns:
+        a `Link` an axis of more than one rank: seconds a hop, bytes received a second. Each is the middle one of five
+        rounds, on the slowest rank: an all-gather of 1024 elements in bfloat16 a rank, and one of 32 MiB in all, or as
+        many more, up to 1 GiB, as take 8 times as long.
+
+    Collective: six all-gathers of each size along each axis, on the compute lane, and an exchange on the host.
+
+    Raises:
+        SpecError: the mesh is a mapping: it has no ranks.
+
+    Example: `fsdp.predict(model, loss_fn, batch, spec, links=fsdp.measure_links(fsdp.local_mesh()))`.
+    """
+    run = runtime_of(mesh)
+    return {axis: _measured(run, axis, ranks) for axis, ranks in run.sizes.items() if ranks > 1}
+
+
+def _measured(run: Runtime, axis: str, ranks: int) -> Link:
+    short = _slowest(run, axis, ranks, SMALL)
+    size = max(LARGE // ranks, SMALL)
+    long = _slowest(run, axis, ranks, size)
+    while long < LONGER * short and 2 * size * ranks <= MOST:
+        size *= 2
+        long = _slowest(run, axis, ranks, size)
+    received = 2 * (ranks - 1) * (size - SMALL)
+    return Link(short / (ranks - 1), received / max(long - short, long / LONGER))
+
+
+def _slowest(run: Runtime, axis: str, ranks: int, size: int) -> float:
+    """What it takes on the slowest rank of the mesh."""
+    return max(run.everyone(_seconds(run, axis, ranks, size), "links"))
+
+
+def _seconds(run: Runtime, axis: str, ranks: int, size: int) -> float:
+    """Of an all-gather of so many elements of each rank."""
+    whole = torch.zeros(size * ranks, dtype=torch.bfloat16, device=run.device)
+    at = run.coordinate[axis]
+    own = whole[at * size : (at + 1) * size]
+    hop = Collective("all_gather", axis, size * ranks, torch.bfloat16, "", "side", "links")
+    found = []
+    for _ in range(ROUNDS + 1):
+        whole[0].item()  # until the device is idle
+        begun = time.perf_counter()
+        run.now(hop, whole, own)
+        whole[0].item()
+        found.append(time.perf_counter() - begun)
+    return sorted(found[1:])[ROUNDS // 2]
+
+
+_KEPT: dict[Any, tuple[float, ...]] = {}
+
+
+def measure_compute(
+    model: nn.Module, loss_fn: Callable[..., Any], batch: Any, spec: Spec, *, rounds: int = 3
+) -> tuple[float, ...]:
+    """Measure what each use of a unit computes, on this process's GPU, or on the CPU: for `fsdp.predict(compute=)`.
+
+    Args:
+        model, loss_fn, spec: as for `fsdp.predict`; the mesh is of no account. Weights are not used: units compute with
+            random ones, those that are alike with the same.
+        batch: a rank's, with values (tokens are looked up).
+        rounds: passes that are measured, after two that are not; of each use the median counts.
+
+    Returns:
+        seconds of each use, forward and then backward. They are of eager kernels, each use begun on an idle device: of
+        units so small that the host is the slower one, they are the host's. What was measured once in this process is
+        given again for the same shapes.
+
+    Memory: one unit of each kind, and what the whole model keeps for its backward.
+
+    Collective: none.
+
+    Raises:
+        ScheduleError: nothing to differentiate.
+
+    Example: `seconds = fsdp.measure_compute(model, loss_fn, batch, spec)`; `fsdp.predict(model, loss_fn, batch, spec,
+    compute=seconds)`.
+    """
+    device = best_device()
+    args = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), batch if isinstance(batch, tuple) else (batch,))
+    forward_backward, state, args = prepared(model, loss_fn, args, spec, None)
+    shapes = [(tuple(t.shape), t.dtype) for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+    key = device_name(), state.layout.hash, repr(model), str(shapes), rounds
+    if key not in _KEPT:
+        _KEPT[key] = above("_drive.rehearsal").clocked(forward_backward, state, args, {}, rounds)
+    return _KEPT[key]

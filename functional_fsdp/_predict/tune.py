@@ -25,7 +25,7 @@ from .._spec.placement import Placement, ddp, hfsdp, hsdp, zero2, zero3
 from .._spec.precision import Precision
 from .._spec.schedule import Schedule
 from .._spec.spec import Spec
-from ..look.canvas import INK, Page
+from ..look.draw import INK, Page
 from .hardware import Hardware, Link
 from .prediction import Prediction, Rehearsal, above, predicted, prepared, rehearsal_of
 

@@ -2,40 +2,58 @@
 when one of them has left.
 
     ballots     every rank's number, largest and smallest: the vote before `step` commits, uses outside the plan
-    exchanges   every rank's object; `_runtime.joint` has calls that fail on all ranks if they fail on one
+    exchanges   every rank's object; `_runtime.agreement` has calls that fail on all ranks if they fail on one
     news        while a rank waits for anything, it listens: a peer has restarted, failed, or is gone
 
 All of it is on the host. A rank that leaves an exchange before its end, by an interrupt say, is out of step with its
 peers, and meets them before anything else (see `_runtime.restart`).
+
+Joint work: what every rank does at once, part by part, and raises together if it fails on any of them.
+
+    rank 0   do() ── error ──┐            raises its own error
+    rank 1   do() ── value ──┴─ exchange ─ raises one of the same kind, which names rank 0 and what it met
+
+So that no rank waits in an exchange for one that has gone.
+
+Agreement: what ranks are to have been given alike, compared before a State is made of it.
+
+    rank 0   work() ── lines ── digests ──┐
+    rank 1   work() ── lines ── digests ──┴─ one exchange ── alike: go on
+                                                          └─ not: another, of the lines; all raise, naming the first
+
+A line says one thing: a leaf and its shape, the checksum of its values, one setting. Where ranks may differ along some
+axes of the mesh (experts, of which each has its own), a line is compared among ranks of one place on those axes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from .._common.errors import CommError, RestartError, ScheduleError
-from .._common.interrupts import uninterruptible
+from .._common.errors import CommError, FsdpError, RestartError, ScheduleError
+from .._common.interrupts import guard, leave, uninterruptible
 from .._common.record import Collective
+from .._distributed.groups import medium_of
 from .._distributed.lanes import QUEUES, Log, Mark
-from .._distributed.medium import medium_of
 from .._distributed.peers import Peers, exchanged
 from .forms import ALIKE, APART, EXCHANGES, GIVEN, NAMES, OUTSIDE, TURNS, Forms, elsewhere
 from .given import FULL
 from .restart import Meeting, announce, restart
 
 if TYPE_CHECKING:
-    from .._distributed.host_vote import HostVote
-    from .._distributed.watch import ProcessWatch
+    from .._distributed.peers import HostVote, ProcessWatch
+    from .runtime import Runtime
 
-__all__ = ["DESTROYED", "ON_LOSS", "Agreement", "Vote"]
+__all__ = ["DESTROYED", "ON_LOSS", "Agreement", "Joint", "Topic", "Vote", "agree"]
 
 T = TypeVar("T")
 
@@ -438,3 +456,196 @@ class Agreement(Peers):
         """Meet every rank of the mesh; see `_runtime.restart`."""
         if self.size > 1:
             restart(self, lineage, noticed)
+
+
+class Met(NamedTuple):
+    """An error, as other ranks are told of it."""
+
+    kinds: tuple[type[Exception], ...]  # its classes that every rank knows, nearest first
+    stopped: bool
+    name: str
+    text: str
+    errno: int | None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Met:
+        known = ("builtins", FsdpError.__module__)
+        mro = type(error).__mro__
+        kinds = [k for k in mro if issubclass(k, Exception) and k is not Exception and k.__module__ in known]
+        number = getattr(error, "errno", None)
+        return cls(tuple(kinds), not isinstance(error, Exception), type(error).__name__, str(error), number)
+
+    def again(self, what: str, rank: int) -> Exception:
+        """The error for a rank that did not meet it."""
+        text = self.text.removeprefix(f"{what}: ")
+        said = f"{self.name}: {text}" if text else self.name
+        if self.stopped:
+            return RestartError(
+                f"{what}: rank {rank} was stopped by {said}. Nothing is lost: make the same call again on every rank."
+            )
+        for kind in self.kinds:
+            try:
+                error = kind(f"{what}: rank {rank} met {said}")
+            except TypeError:  # it wants to be told more
+                continue
+            if isinstance(error, OSError):
+                error.errno = self.errno
+            return error
+        return FsdpError(f"{what}: rank {rank} met {said}")
+
+
+class Joint:
+    """A call that every rank makes. Within it, `joint(do, part)` is one exchange.
+
+    An error of this package (FsdpError) that is raised between exchanges is raised on all ranks, as it follows from
+    what all were told. A rank that anything else stops there meets the others in its next call.
+    """
+
+    def __init__(self, run: Runtime, what: str) -> None:
+        self.run, self.what = run, what
+        self.known = False  # whether all ranks have been told of the error
+
+    def __enter__(self) -> Joint:
+        guard()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and not self.known and not isinstance(error, FsdpError):
+            self.run.leave()
+        leave()
+
+    def __call__(self, do: Callable[[], T], part: str = "") -> list[T]:
+        """Every rank's result of `do`, by rank: small objects. Host; waits for all.
+
+        Args:
+            part: of the call, the same on every rank: ranks that come with different ones raise ScheduleError.
+
+        Raises:
+            BaseException: what `do` raised here. Exception: where it raised elsewhere, one of the same kind, which
+                names the first rank that met it; RestartError where that rank was interrupted.
+            CommError, RestartError: as `Runtime.everyone`.
+        """
+        mine: Any = None
+        error: BaseException | None = None
+        told: list[Any] = []
+        try:
+            mine = do()
+        except BaseException as met:
+            error = met
+        try:
+            told = self.run.everyone(
+                (mine, None if error is None else Met.of(error)), f"{self.what}{part and ', '}{part}"
+            )
+            self.known = any(there for _, there in told)
+        except Exception as left:  # a rank has left: what this one met may only follow from that
+            if isinstance(error, Exception):
+                raise left from error
+            if error is None:
+                raise
+        try:
+            if error is not None:
+                raise error
+        finally:
+            error = None  # its traceback has this frame
+        for rank, (_, there) in enumerate(told):
+            if there is not None:
+                raise there.again(self.what, self.run.ranks[rank])
+        return [value for value, _ in told]
+
+
+Axes = tuple[str, ...]
+LONG = 160  # characters of a line in an error
+
+
+class Topic(NamedTuple):
+    """Lines to be compared, and what is said where they differ.
+
+    Attributes:
+        lines: the same on all ranks, in the same order.
+        own: for each line the mesh axes along which ranks may differ; `()` for none at all.
+        error: what is raised, with a text like "shard: ranks have different `what`. The first `one` that differs: ...
+            `remedy`".
+    """
+
+    lines: list[str]
+    error: type[FsdpError]
+    what: str
+    one: str
+    remedy: str
+    own: Sequence[Axes] = ()
+
+    def axes(self, line: int) -> Axes:
+        return self.own[line] if line < len(self.own) else ()
+
+
+def agree(joint: Joint, part: str, work: Callable[[], tuple[T, list[Topic]]]) -> T:
+    """The result of `work` on this rank, if no rank raised in it and all have the same lines. Host; waits for all.
+
+    Args:
+        part: of the joint call, as it has several.
+
+    Raises:
+        BaseException: what `work` raised here; where it raised elsewhere, one of the same kind that names the rank.
+        FsdpError: that of the first topic whose lines differ, the same on every rank.
+    """
+    run, where = joint.run, joint.what
+    if run.size == 1:
+        return work()[0]
+    made: list[tuple[T, list[Topic]]] = []
+
+    def do() -> dict[tuple[int, Axes], str]:
+        made.append(work())
+        return _digests(made[0][1])
+
+    found = joint(do, part)
+    result, topics = made.pop()
+    places = [_place(run, rank) for rank in run.ranks]
+    if _alike(found, places):
+        return result
+    everyone = joint(lambda: [topic.lines for topic in topics], f"{part}, line by line")
+    for t, topic in enumerate(topics):
+        for i in range(max(len(lines[t]) for lines in everyone)):
+            first: dict[tuple[int, ...], tuple[int, str]] = {}
+            for rank, lines in enumerate(everyone):
+                line = lines[t][i] if i < len(lines[t]) else "nothing"
+                at = tuple(places[rank][axis] for axis in topic.axes(i))
+                other, expected = first.setdefault(at, (rank, line))
+                if line != expected:
+                    raise topic.error(
+                        f"{where}: ranks have different {topic.what}. The first {topic.one} that differs: rank "
+                        f"{run.ranks[other]} has {_short(expected)}, rank {run.ranks[rank]} has {_short(line)}. "
+                        f"{topic.remedy}"
+                    )
+    raise FsdpError(f"{where}: ranks have the same, and differ in which of it may differ. Give all of them one Spec.")
+
+
+def _digests(topics: list[Topic]) -> dict[tuple[int, Axes], str]:
+    """A digest of the lines of each topic that are compared among the same ranks."""
+    lines: dict[tuple[int, Axes], list[str]] = {}
+    for t, topic in enumerate(topics):
+        for i, line in enumerate(topic.lines):
+            lines.setdefault((t, topic.axes(i)), []).append(line)
+    return {
+        key: hashlib.sha256(repr(some).encode(errors="backslashreplace")).hexdigest() for key, some in lines.items()
+    }
+
+
+def _alike(found: list[dict[tuple[int, Axes], str]], places: list[dict[str, int]]) -> bool:
+    if any(digests.keys() != found[0].keys() for digests in found):
+        return False
+    for key in found[0]:
+        seen: dict[Any, str] = {}
+        for digests, place in zip(found, places, strict=True):
+            if seen.setdefault(tuple(place[axis] for axis in key[1]), digests[key]) != digests[key]:
+                return False
+    return True
+
+
+def _place(run: Runtime, rank: int) -> dict[str, int]:
+    """Where a rank stands on each axis of the mesh."""
+    at = (run.grid == rank).nonzero()[0].tolist()
+    return dict(zip(run.sizes, at, strict=True))
+
+
+def _short(line: str) -> str:
+    return line if len(line) <= LONG else f"{line[:LONG]}..."

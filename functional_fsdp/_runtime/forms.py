@@ -42,7 +42,7 @@ OUTSIDE = 1 << 40  # ballots from here on name a unit that is used outside the p
 EXCHANGES = 1 << 41  # are of what an exchange is for
 METRICS = 1 << 42  # ballots from here on are of the structure of metrics
 TURNS = 1 << 44  # are of what a rank wants next, where ranks agree on each use
-APART = 1 << 46  # of a rank that cannot come, see `_runtime.host_lanes`
+APART = 1 << 46  # of a rank that cannot come, see `_runtime.lanes`
 NAMES = 1 << 16  # units that have numbers of their own
 
 

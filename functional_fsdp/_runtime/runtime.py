@@ -29,11 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._common.device import current_device
 from .._common.errors import CommError, SpecError
 from .._common.record import Collective
-from .._distributed.groups import one_thread
+from .._distributed.groups import PatientStore, one_thread
 from .._distributed.lanes import LANES, Steps
-from .._distributed.store import PatientStore
 from .agreement import DESTROYED, Agreement
-from .stream_lanes import lanes_of
+from .lanes import lanes_of
 
 __all__ = ["Runtime", "any_failed", "forget_runtime", "runtime_of", "runtimes"]
 

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._common.checksum import checksum
+from .._common.device import checksum
 from .._common.objects import STANDARD, contents_of, global_names
 from .._common.torch_names import OpOverload, OpOverloadPacket
 

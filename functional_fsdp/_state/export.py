@@ -14,8 +14,7 @@ from .._common.errors import ScheduleError, TreeError
 from .._common.torch_names import pytree
 from .._common.tree import flatten
 from .._nn.module import Bound, filled
-from .._nn.skeleton import every_buffer, persistent
-from .._nn.ties import aliases_of
+from .._nn.skeleton import aliases_of, every_buffer, persistent
 from .._plan.route import Partial, Replicated
 from .._runtime.runtime import runtime_of
 from .._storage.flat import FlatBuffer, leaf_shards, whole_leaves

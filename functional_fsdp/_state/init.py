@@ -26,18 +26,16 @@ import torch
 import torch.nn as nn
 from torch.overrides import TorchFunctionMode
 
-from .._common.calls import outside_inference
+from .._common.calls import outside_inference, provided
 from .._common.device import forked_random, seed_generators
 from .._common.errors import FsdpError, SpecError
-from .._common.provided import provided
 from .._common.torch_names import Fakes, FakeTensor, TorchDispatchMode, disable_current_modes, pytree, to_scalar
-from .._engine.carrier import resolve_transport
+from .._engine.gathers import resolve_transport
 from .._nn.dtensors import local_part
 from .._nn.skeleton import skeleton_of
 from .._optim.optimizer import as_optimizer
 from .._plan.layout import Unit
-from .._runtime.agree import Topic, agree
-from .._runtime.joint import Joint
+from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import runtime_of
 from .._spec.dtensors import with_dtensors
 from .._spec.spec import Spec

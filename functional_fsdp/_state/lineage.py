@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
+from .._common.calls import provided
 from .._common.errors import FsdpError, ScheduleError, StaleStateError
 from .._common.interrupts import guard, leave
-from .._common.provided import provided
 from .._common.tracing import refuse
 from .._engine.executor import Executor
 from .._nn.skeleton import changed

@@ -21,30 +21,27 @@ import torch
 import torch.nn as nn
 
 from .._common.calls import outside_inference
-from .._common.checksum import checksum
-from .._common.device import host_memory, make_room
+from .._common.device import checksum, host_memory, make_room
 from .._common.errors import SpecError, TreeError
 from .._common.record import Collective
 from .._common.torch_names import pytree
 from .._common.tree import flatten, match
-from .._engine.carrier import resolve_transport
+from .._engine.gathers import resolve_transport
 from .._nn.dtensors import is_dtensor, local_part
 from .._nn.packed_weight import PackedWeight
 from .._optim.optimizer import as_optimizer, check_labels, initial
 from .._plan.layout import Bucket, Layout, Leaf, LeafInfo, Unit, aligned, plan_layout
 from .._plan.records import keeps_copy
 from .._plan.route import residual_states, states_of
-from .._runtime.agree import Topic, agree
-from .._runtime.joint import Joint
+from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import Runtime, runtime_of
-from .._spec.cuts import cut_of
 from .._spec.dtensors import with_dtensors
+from .._spec.placement import cut_of
 from .._spec.precision import FLOATS
 from .._spec.settings import describe_settings
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer, leaf_shards
-from .._storage.refresh import no_scales, refresh
-from .._storage.weights import stored_as
+from .._storage.weights import no_scales, refresh, stored_as
 from .state import Lineage, State, Version
 
 __all__ = [

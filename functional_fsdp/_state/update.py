@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._common.calls import provided
 from .._common.errors import ScheduleError, TreeError
-from .._common.provided import provided
 from .._common.record import Collective
 from .._common.torch_names import foreach_copy_, pytree
 from .._distributed.lanes import Mark, Steps
@@ -29,7 +29,7 @@ from .._optim.optimizer import Sender, in_own_dicts, runs, tensors_of
 from .._plan.records import copied_alike
 from .._runtime.given import WHOLE, Lacking, Leaves, NewCounts
 from .._storage.flat import FlatBuffer
-from .._storage.refresh import own_part
+from .._storage.weights import own_part
 
 if TYPE_CHECKING:
     from .state import State

@@ -4,7 +4,12 @@
         .redistribute({"data": Replicated})         all-gather: local [n]
 
 What a transition issues is a `Route` (see `route`), found once and kept; this file only follows it, on the side lane.
-Gathers and reductions that a plan names are jobs on lanes of their own: see `_engine.arena` and `_engine.staging`.
+Gathers and reductions that a plan names are jobs on lanes of their own: see `_engine.gathers` and `_engine.staging`.
+
+Cut: some elements of a FlatBuffer in a row, as a FlatBuffer, for updates that go element by element.
+
+cuts(numel, width, nbytes)      [start, stop) of each part
+cut(buffer, local, start)       the part as a FlatBuffer
 """
 
 from __future__ import annotations
@@ -22,15 +27,17 @@ from .._common.record import Collective
 from .._common.torch_names import foreach_copy_, foreach_zero_, pytree, unflatten_dense_tensors
 from .._common.tracing import traced_as
 from .._common.tree import bytes_text, dotted, register, table
+from .._plan.bucket import ALIGN, aligned
 from .._plan.layout import Bucket, Leaf
 from .._plan.route import Axis, How, Replicated, Sharded, States, route
 from .._runtime.runtime import runtime_of
-from .._spec.cuts import join
+from .._spec.placement import join
 from .gradients import refuse_meta
 
 __all__ = [
-    "FlatBuffer", "LeafShard", "Node", "at_home", "coordinate_of", "gather_leaves", "leaf_shards", "leaves_of",
-    "no_counts", "nodes_of", "summary", "templates", "whole_leaves", "write_leaves", "zeros",
+    "Cut", "FlatBuffer", "LeafShard", "Node", "at_home", "coordinate_of", "cut", "cuts", "gather_leaves",
+    "leaf_shards", "leaves_of", "no_counts", "nodes_of", "summary", "templates", "whole_leaves", "write_leaves",
+    "zeros",
 ]  # fmt: skip
 
 
@@ -374,3 +381,47 @@ def write_leaves(bucket: Bucket, whole: torch.Tensor, values: Mapping[str, torch
         except NotImplementedError:
             refuse_meta(values.items())
             raise
+
+
+class Cut(FlatBuffer):
+    """The elements from `first` on of what a rank holds of a bucket."""
+
+    first: int
+
+    def __init__(self, local: torch.Tensor, like: FlatBuffer, first: int) -> None:
+        super().__init__(local, like.bucket, like.states, like.mesh)
+        self.__dict__["first"] = first
+
+    def but(self, local: torch.Tensor, states: States | None = None) -> Cut:
+        return Cut(local, self, self.first)
+
+    def only(self, labels: Container[str]) -> FlatBuffer | None:
+        found = super().only(labels)
+        return found if found is None or found is self else Cut(self.local, found, self.first)
+
+    def span(self) -> tuple[int, int]:
+        start = super().span()[0] + self.first
+        return start, start + self.local.numel()
+
+
+register(
+    Cut,
+    lambda b: ((b.local,), (b.bucket, b.states, b.mesh, b.first)),
+    ("local",),
+    lambda context, children: Cut(children[0], FlatBuffer(children[0], *context[:3]), context[3]),
+)
+
+
+def cut(buffer: FlatBuffer, local: torch.Tensor, first: int) -> FlatBuffer:
+    """The buffer with `local` in the place of its elements from `first` on, which may be all of them."""
+    return Cut(local, buffer, first) if local.numel() < buffer.local.numel() else buffer.but(local)
+
+
+def cuts(numel: int, width: int, nbytes: int) -> list[tuple[int, int]]:
+    """[start, stop) of parts in a row, of so many bytes each but for the last one: `numel` elements of `width` bytes.
+
+    >>> cuts(700, 4, 1024)
+    [(0, 256), (256, 512), (512, 700)]
+    """
+    most = aligned(max(1, nbytes // width), ALIGN)
+    return [(start, min(start + most, numel)) for start in range(0, max(1, numel), most)]

@@ -7,29 +7,43 @@ Placements that replicate weights, or shard them less than main weights, keep a 
 gathered in float8, whatever the placement: a gather then moves bytes and casts nothing.
 
 `Stored` is the flat buffers of a State, which are all that gathers and reductions read of it.
+
+Places: where a gathered unit lies in the arena, and the job that fills it.
+
+main shard ──cast──▶ own slice of the unit's place ──all-gather, in place──▶ the unit's weights, as views
+
+Refresh: compute copies that persist are brought up to date after main weights have changed.
+
+    main [n / ranks of main] ──cast──▶ own part of the copy [n / ranks of weights] ──all-gather──▶ the copy
+
+Those in float8 get a scale for each leaf first (`_float8.scales`). Those that are gathered by a codec are packed from
+main weights as they are, each rank its part, without a look at others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 
+from .._common.calls import provided
 from .._common.device import keeps_released
 from .._common.errors import SpecError
-from .._common.provided import provided
+from .._common.record import Collective
+from .._distributed.lanes import Mark, Steps
 from .._nn.packed_weight import PackedWeight
 from .._plan.layout import Bucket, Leaf, Unit
-from .._spec.codec import Form
+from .._spec.codec import Form, Rows
 from .flat import FlatBuffer, leaves_of
 
 __all__ = [
-    "Gathered", "LentTree", "Loan", "Stored", "alias_of", "gather", "is_lent", "lent_leaves", "loan_of",
-    "own_of", "owned", "poison", "read", "refuse_packed", "spoilt", "stored_as", "unpacked_leaves", "whole_of",
+    "BucketPlace", "Filling", "Gathered", "LentTree", "Loan", "Place", "Stored", "alias_of", "gather",
+    "is_lent", "lent_leaves", "loan_of", "no_scales", "own_of", "own_part", "owned", "poison", "read",
+    "refresh", "refuse_packed", "span_of", "spoilt", "stored_as", "unpacked_leaves", "whole_of", "without",
 ]  # fmt: skip
 
 
@@ -270,3 +284,127 @@ def poison(whole: torch.Tensor) -> None:
         whole.view(torch.uint8).fill_(0x7F)  # NaN of both kinds
         return
     whole.fill_(float("nan") if kind.is_floating_point else 1 if kind is torch.bool else torch.iinfo(kind).max)
+
+
+Filling = tuple[tuple[Collective, ...], Steps, bool]  # what a job issues, the job, and whether all starts at once
+
+
+class BucketPlace(NamedTuple):
+    """A bucket's place: where this rank's slice goes, and the gathers that complete the whole, with where each one
+    lands."""
+
+    bucket: Bucket
+    whole: torch.Tensor
+    own: torch.Tensor
+    steps: tuple[tuple[Collective, torch.Tensor], ...]
+
+
+class Place:
+    """A unit's place: its parts, and the tensors that are handed out."""
+
+    def __init__(
+        self,
+        loan: Loan,
+        parts: tuple[BucketPlace, ...],
+        resident: tuple[tuple[Bucket, torch.Tensor], ...],
+        aliases: list[torch.Tensor],
+        scales: tuple[tuple[str, torch.Tensor], ...] = (),
+    ) -> None:
+        self.loan = loan
+        self.parts = parts
+        self.resident = resident
+        self.scales = scales  # of buckets in float8: of the state that the weights are of
+        self.aliases = aliases  # the bases of what is handed out, with their version counters
+        self.issued = tuple(one for part in parts for one, _ in part.steps)
+        self.key = loan.unit.encode()  # for the digest that ranks compare
+        self.single = all(len(part.steps) <= 1 for part in parts) and all(o.kind != "all_reduce" for o in self.issued)
+        self.spans = [span_of(part.whole) for part in parts]
+        self.cast: Mark = None  # on GPUs: the point in its last gather from which on it only communicates
+        self.gathered: Mark = None  # the end of its last gather
+        self.released: Mark = None  # the point on compute where it was last given back
+
+    def poison(self, spared: Iterable[range] = ()) -> None:
+        """So that a use past the release shows; but for these bytes."""
+        for part, span in zip(self.parts, self.spans, strict=True):
+            size = part.whole.element_size()
+            for free in without(span, spared):
+                poison(part.whole[(free.start - span.start) // size : (free.stop - span.start) // size])
+
+    def ready(self, behind: Mapping[str, Place], newest: Mark) -> Mark:
+        """What compute waits for before it uses the unit: see the top of `_engine.gathers`.
+
+        Args:
+            behind: the other units that are being gathered.
+            newest: the end of the gather that was started last.
+        """
+        if len(behind) == 1 and self.single:
+            (other,) = behind.values()
+            if other.single and other.cast is not None and other.gathered is newest:
+                return other.cast
+        return self.gathered
+
+
+def without(span: range, holes: Iterable[range]) -> list[range]:
+    """What is left of a span."""
+    left = [span]
+    for hole in holes:
+        pieces = [(range(s.start, min(s.stop, hole.start)), range(max(s.start, hole.stop), s.stop)) for s in left]
+        left = [piece for both in pieces for piece in both if piece]
+    return left
+
+
+def span_of(tensor: torch.Tensor) -> range:
+    """The bytes of its storage on which a contiguous tensor lies."""
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    return range(begin, begin + tensor.numel() * tensor.element_size())
+
+
+Tree = Mapping[str, FlatBuffer]
+_rescale, _cast_scaled = provided("float8.rescale"), provided("float8.cast_scaled")
+
+
+def no_scales(bucket: Bucket, device: torch.device) -> torch.Tensor:
+    """Room for the scales of a bucket: float32 [leaves]."""
+    return torch.zeros(len(bucket.leaves), dtype=torch.float32, device=device)
+
+
+def own_part(main: FlatBuffer, copy: FlatBuffer) -> torch.Tensor:
+    """Where main weights, or a cut of them, lie in the compute copy of the same rank."""
+    start = main.span()[0] - copy.span()[0]
+    return copy.local[start : start + main.local.numel()]
+
+
+def refresh(
+    main: Tree,
+    weights: Tree,
+    scales: Mapping[str, torch.Tensor],
+    trainable_only: bool = False,
+    there: Container[str] = (),
+) -> None:
+    """Bring persistent compute copies up to date, and the scales of those in float8, all in place.
+
+    Args:
+        trainable_only: what is frozen has not changed.
+        there: buckets whose main shard is in its place in the copy already.
+
+    Collective: one all-reduce along each axis that shards a bucket in float8; an all-gather a bucket where weights are
+    less sharded than main weights.
+    """
+    chosen = [name for name in weights if main[name].bucket.trainable or not trainable_only]
+    if scales:
+        _rescale([main[name] for name in chosen if name in scales], scales)
+    for name in chosen:
+        source, kept = main[name], weights[name]
+        if (codec := source.bucket.gather_codec) is not None:
+            part = FlatBuffer(kept.local, kept.bucket, source.states, source.mesh)
+            start, stop = (at - kept.span()[0] for at in part.span())
+            part = part.but(kept.local[start:stop])
+            Rows(codec).pack_into(source.local, part.local)
+            part.redistribute(kept.states, out=kept.local)
+            continue
+        own = own_part(source, kept)
+        if name in scales:
+            _cast_scaled(source, own, scales[name])
+        elif name not in there:
+            own.copy_(source.local)
+        source.but(own).redistribute(kept.states, out=kept.local)

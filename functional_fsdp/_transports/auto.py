@@ -7,6 +7,8 @@
 
 It is tried with a few bytes on every rank, and the first one that all of them can have is taken. That happens in
 `shard` and `init`; a layout or a plan made without ranks is that of "collective".
+
+The transports there are: a line makes one known by its name.
 """
 
 from __future__ import annotations
@@ -14,15 +16,15 @@ from __future__ import annotations
 import logging
 
 from .._common.errors import SpecError
-from .._engine.carrier import CollectiveTransport
+from .._engine.gathers import CollectiveTransport
 from .._plan.layout import Layout
 from .._runtime.runtime import Runtime
-from .._spec.transport import Transport
+from .._spec.spec import NAMES, Transport
 from .copy_engine import Copies, CopyEngine
 from .peer_memory import check_reach
-from .symmetric import Symmetric, registered
+from .symmetric import Symmetric, registered, symmetric
 
-__all__ = ["Auto"]
+__all__ = ["Auto", "symmetric"]
 
 log = logging.getLogger(__name__)
 TRIED = 1024  # bytes
@@ -65,3 +67,6 @@ def _choose(run: Runtime, axes: list[str]) -> tuple[Transport, str]:
         return Symmetric(), f"copy_engine cannot be had: {why}"
     except SpecError as error:
         return collective, f"copy_engine cannot be had: {why}; neither can symmetric: {error}"
+
+
+NAMES.update({one.name: one for one in (CollectiveTransport(), Symmetric(), CopyEngine(), Auto())})

@@ -20,15 +20,14 @@ import torch
 from .._common.record import Collective
 from .._distributed.lanes import ARENA, Steps, together
 from .._distributed.peers import uneven
-from .._engine.carrier import Carrier, GatherSteps, Portions
+from .._engine.gathers import Carrier, GatherSteps, Portions
 from .._plan.layout import Bucket, Layout, Unit
 from .._plan.plan import Plan
 from .._plan.records import records
 from .._plan.route import Route
 from .._runtime.runtime import Runtime
-from .._spec.transport import Traits, Transport
-from .._storage.place import Filling, Place, span_of
-from .._storage.weights import Stored, read
+from .._spec.spec import Traits, Transport
+from .._storage.weights import Filling, Place, Stored, read, span_of
 from .peer_memory import PeerMemory, check_reach
 
 __all__ = ["Copies", "CopyEngine", "Reading", "RemoteRead"]

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from .._common.errors import SpecError
 from .._common.torch_names import symmetric_memory
 from .._distributed.peers import uneven
-from .._engine.carrier import Carrier
-from .._spec.transport import Traits, Transport
+from .._engine.gathers import Carrier
+from .._spec.spec import Traits, Transport
 from .peer_memory import use_backend
 
 if TYPE_CHECKING:

@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from .._common.calls import provided
 from .._common.errors import ScheduleError, TreeError
 from .._common.interrupts import arrive, guard, uninterruptible
-from .._common.provided import provided
 from .._common.record import over_each_axis
 from .._common.tracing import refuse, traced_as
 from .._state.state import State, Version
 from .._storage.flat import FlatBuffer
 from .._storage.gradients import of_tree, of_unit
-from .._storage.refresh import refresh
+from .._storage.weights import refresh
 from .metrics import Op, axes_of, over_axes
 from .verbs import finish_reductions, has_gradients, no_unit
 

@@ -10,9 +10,8 @@ from typing import Any, Literal, overload
 import torch
 import torch.nn.functional as F
 
-from .._common.calls import verb
+from .._common.calls import provided, verb
 from .._common.errors import SpecError
-from .._common.provided import provided
 from .._common.record import Collective
 from .._common.torch_names import pytree
 from .._common.tracing import refuse, traced_as

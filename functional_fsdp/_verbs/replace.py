@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from .._common.calls import ordinary, verb
-from .._common.checksum import checksum
-from .._common.device import clone_as, empty_as
+from .._common.device import checksum, clone_as, empty_as
 from .._common.errors import ScheduleError, TreeError
 from .._common.torch_names import pytree
 from .._common.tracing import traced_as
@@ -24,16 +23,14 @@ from .._common.tree import flatten
 from .._nn.packed_weight import PackedWeight
 from .._plan.layout import Bucket, Leaf
 from .._plan.route import states_of
-from .._runtime.agree import Topic, agree
-from .._runtime.joint import Joint
+from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import runtime_of
-from .._spec.cuts import cut_of
-from .._state.rounds import end_round
+from .._spec.placement import cut_of
+from .._state.session import end_round
 from .._state.shard import read_sums
 from .._state.state import State, Version
 from .._storage.flat import FlatBuffer, leaf_shards, zeros
-from .._storage.refresh import refresh
-from .._storage.weights import stored_as
+from .._storage.weights import refresh, stored_as
 from .verbs import finish_reductions
 
 __all__ = ["copies", "renewed", "replace_extras", "replace_grads", "replace_params"]

@@ -21,10 +21,9 @@ from typing import Any, overload
 
 import torch
 
-from .._common.calls import verb
+from .._common.calls import provided, verb
 from .._common.errors import ScheduleError, StaleStateError
 from .._common.interrupts import arrive, guard, uninterruptible
-from .._common.provided import provided
 from .._common.ranges import ranged
 from .._common.torch_names import profiler, pytree
 from .._optim.optimizer import check, put, tensors_of
@@ -32,8 +31,7 @@ from .._runtime.given import ALL, Leaves
 from .._state.state import State, Version
 from .._state.update import Kept, apply_optimizer, counting, keep, may_step, put_back
 from .._storage.gradients import of_tree, of_unit, refuse_zeros
-from .._storage.refresh import refresh
-from .._storage.weights import LentTree, gather, lent_leaves, whole_of
+from .._storage.weights import LentTree, gather, lent_leaves, refresh, whole_of
 
 __all__ = ["finish_reductions", "has_gradients", "newest", "no_unit", "reduce", "release", "step", "unshard"]
 

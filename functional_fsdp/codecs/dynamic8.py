@@ -9,7 +9,7 @@ import torch
 
 from .._spec.codec import Codec, Planes, Shape
 from .blocks import check_block, in_blocks, spread
-from .nf4 import codebook, table
+from .four_bits import codebook, table
 
 __all__ = ["Dynamic8", "dynamic8"]
 

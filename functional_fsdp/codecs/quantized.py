@@ -20,7 +20,7 @@ from .._common.errors import SpecError
 from .._nn.packed_weight import PackedWeight
 from .._spec.codec import Codec, Form, Planes, Shape
 from .blocks import int8
-from .nf4 import nf4
+from .four_bits import nf4
 
 __all__ = ["Wrapped", "from_quantized"]
 

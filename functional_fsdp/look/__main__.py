@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from .compare import compare
+from .fingerprint import Prints
 from .flight import read_flight, said_of_flight
-from .prints import Prints
 
 USAGE = "usage: python -m functional_fsdp.look FLIGHT.json | PRINTS.json | FIRST.json SECOND.json"
 

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 
-from .canvas import FAINT, GREY, INK, Page, colours_of
-from .fingerprint import Fingerprinted
-from .prints import LANES, Key, Prints, Row, Step
+from .draw import FAINT, GREY, INK, Page, colours_of
+from .fingerprint import LANES, Fingerprinted, Key, Prints, Row, Step
 
 __all__ = ["Comparison", "Difference", "compare"]
 

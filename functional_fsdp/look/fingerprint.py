@@ -5,14 +5,27 @@
 
 The runtime of a mesh shows each verb, and each forward of a driven unit, to its `watcher`, if it has one. Here is the
 only one there is. Each rank digests what it has; parts of shards add up to the leaf, whatever the placement.
+
+Digests: what a fingerprint keeps of a tensor. Parts of a tensor add up to the digest of the whole.
+
+hash           int64: mixed bits of each element and its place, added up with wrap-around: equal or not
+squares        float64: the sum of squares
+projections    two float64: sums of the elements, each with a random sign of its own place: of a difference of two
+               tensors they say how large it is, and they are linear, so gradients of ranks have the mean of theirs
+
+Prints: the fingerprints of steps, as a value: plain numbers, saved to a file and read again, without ranks.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import update_wrapper
-from typing import Any
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,10 +38,194 @@ from .._state.state import State
 from .._storage.flat import FlatBuffer, leaf_shards
 from .._verbs.change import by_unit, shards
 from .._verbs.verbs import finish_reductions
-from .digest import Digest, digest
-from .prints import Key, Prints, Row, Step
 
-__all__ = ["Fingerprinted", "fingerprint"]
+__all__ = ["LANES", "Digest", "Fingerprinted", "Key", "Prints", "Row", "Step", "digest", "fingerprint"]
+
+Digest = tuple[torch.Tensor, torch.Tensor]  # int64 [], float64 [3]
+CHUNK = 1 << 22  # elements at a time
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+A, B, C = 0x1E3779B97F4A7C15, -0x40A7B892E31B1A47, 0x14CEB9FE1A85EC53
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ (x >> 30)) * B
+    x = (x ^ (x >> 27)) * C
+    return x ^ (x >> 31)
+
+
+def digest(tensor: torch.Tensor, start: int = 0, rows: bool = False) -> Digest:
+    """The digest of a tensor, on its device; nothing waits.
+
+    Args:
+        start: the place of its first element in the whole, where it is a part of a flat tensor.
+        rows: places count within a row (a part along the first dim), so that rows may lie on any rank, in any order.
+
+    >>> t = torch.arange(9.0)
+    >>> whole, a, b = digest(t), digest(t[:5]), digest(t[5:], 5)
+    >>> bool(whole[0] == a[0] + b[0]), float(whole[1][0])
+    (True, 204.0)
+    """
+    x = tensor.detach()
+    if x.is_nested:
+        x, rows = torch.cat([part.reshape(-1) for part in x.unbind()] or [x.new_empty(0)]), False
+    if x.is_quantized:
+        x = x.dequantize()
+    if x.layout is not torch.strided:
+        x = x.to_dense()
+    x = x.resolve_conj().resolve_neg()
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    if x.dtype is torch.float4_e2m1fn_x2:
+        x = x.view(torch.uint8)
+    width = x.numel() // len(x) if rows and x.dim() and len(x) else 0
+    x = x.reshape(-1)
+    if x.dtype is torch.bool:
+        x = x.to(torch.int8)
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    numbers = torch.zeros(3, dtype=torch.float64, device=x.device)
+    for first in range(0, x.numel(), CHUNK):
+        part = x[first : first + CHUNK]
+        place = torch.arange(start + first, start + first + part.numel(), dtype=torch.int64, device=x.device)
+        if width:
+            place %= width
+        place = _mixed(place * A + C)
+        bits = part.view(BITS[part.element_size()]).to(torch.int64)
+        total += _mixed(bits * A ^ place).sum()
+        value = part.to(torch.float64)
+        signs = [1 - 2 * (place >> shift & 1) for shift in (7, 19)]
+        numbers += torch.stack([value.dot(value), *[value.dot(sign.to(torch.float64)) for sign in signs]])
+    return total, numbers
+
+
+FORMAT = 1
+#: what is digested, and the lane that it comes from
+LANES = {
+    "input": "compute",
+    "main": "update",
+    "moment": "update",
+    "weight": "gather",
+    "output": "compute",
+    "gradient": "compute",
+    "reduced": "reduce",
+    "given": "update",
+    "update": "update",
+    "result": "compute",
+    "rng": "compute",
+}
+
+
+class Key(NamedTuple):
+    """What a row of numbers is of.
+
+    Attributes:
+        kind: one of `LANES`.
+        unit: by its name; "" for what is the step's.
+        leaf: the path of a leaf, or the path of a tensor in a batch or in outputs.
+        nth: how often it came in this step before.
+    """
+
+    kind: str
+    unit: str
+    leaf: str
+    nth: int
+
+
+class Row(NamedTuple):
+    """The numbers of one rank, or of all together: hash, sum of squares, two projections, see `digest`."""
+
+    hash: int
+    squares: float
+    first: float
+    second: float
+
+
+@dataclass
+class Step:
+    """One step: for each key the rows of all ranks, in order; one row where it is the same for all.
+
+    Attributes:
+        number: how many steps were taken before it.
+        rows: in order of time.
+        uses: of weights, which use of the cursor each was.
+        dtypes: by kind, unit and leaf.
+    """
+
+    number: int
+    rows: dict[Key, tuple[Row, ...]] = field(default_factory=dict)
+    uses: dict[Key, int] = field(default_factory=dict)
+    dtypes: dict[Key, str] = field(default_factory=dict)
+
+
+def _step(said: Any, ranks: int) -> Step:
+    """A step, of what `Prints.save` wrote of it."""
+    step = Step(int(said["number"]))
+    for kind, unit, leaf, nth, use, dtype, rows in said["rows"]:
+        key = Key(kind, unit, leaf, nth)
+        texts = all(isinstance(text, str) for text in (kind, unit, leaf, dtype))
+        if not texts or type(nth) is not int or kind not in LANES or not 1 <= len(rows) <= ranks:
+            raise ValueError(f"{len(rows)} rows of {key!r}")
+        step.rows[key] = tuple(Row(int(h), float(squares), float(p), float(q)) for h, squares, p, q in rows)
+        if use is not None:
+            step.uses[key] = use
+        step.dtypes[key] = dtype
+    return step
+
+
+@dataclass
+class Prints:
+    """The fingerprints of some steps of a run.
+
+    Attributes:
+        ranks: how many there were.
+        setting: what decides bits: mesh, placements, precisions, the average of gradients, the device.
+        average: "mean" or "sum", as `Spec` has it.
+        steps: in order.
+    """
+
+    ranks: int = 0
+    setting: str = ""
+    average: str = "mean"
+    steps: list[Step] = field(default_factory=list)
+
+    def save(self, path: str | PathLike[str]) -> Path:
+        """Write them as JSON. Where several ranks have them, let one of them do it."""
+        said: dict[str, Any] = {"format": FORMAT, "ranks": self.ranks, "setting": self.setting, "average": self.average}
+        said["steps"] = [
+            {
+                "number": step.number,
+                "rows": [[*key, step.uses.get(key), step.dtypes.get(key, ""), rows] for key, rows in step.rows.items()],
+            }
+            for step in self.steps
+        ]
+        path = Path(path)
+        path.write_text(json.dumps(said))
+        return path
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Prints:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: it is no such file.
+        """
+        try:
+            said = json.loads(Path(path).read_text())
+            known = said["format"]
+            if known == FORMAT:
+                ranks, setting, average = said["ranks"], said["setting"], said["average"]
+                if type(ranks) is not int or not isinstance(setting, str) or average not in ("mean", "sum"):
+                    raise ValueError(f"{ranks!r} ranks, the setting {setting!r}, the average {average!r}")
+                return cls(ranks, setting, average, [_step(one, ranks) for one in said["steps"]])
+        except (ValueError, KeyError, TypeError, OverflowError, IsADirectoryError) as error:
+            raise ValueError(
+                f"{str(path)[:200]} is no file of fingerprints: {error!r}. Give one that Prints.save wrote."
+            ) from None
+        raise ValueError(f"{path} has fingerprints of format {known}; this version reads format {FORMAT}.")
+
+    def __repr__(self) -> str:
+        of = f"{len(self.steps)} steps" if len(self.steps) != 1 else "1 step"
+        return f"Prints of {of} on {self.ranks} rank{'s' * (self.ranks != 1)}: {self.setting}"
+
 
 Axes = tuple[str, ...]
 Noted = tuple[Digest, Axes | None, int | None, str]  # digest; along what parts add up; use; dtype

@@ -23,10 +23,9 @@ from .._common.tree import bytes_text, table
 from .._plan.plan import Plan
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
-from .canvas import FAINT, INK, Page, colours_of
-from .measured import Arrival, Measured, measured
+from .draw import FAINT, INK, Page, colours_of
+from .measured import STEP, Arrival, Measured, length, measured, recorded
 from .timeline import SCALES, Timeline, draw_lanes, predict
-from .trace import STEP, length, recorded
 
 __all__ = ["Late", "Observation", "Observed", "observe"]
 

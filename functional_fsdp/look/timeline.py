@@ -17,7 +17,7 @@ from typing import Any
 from .._common.errors import SpecError
 from .._common.tree import PathIndex, bytes_text
 from .._plan.plan import REDUCTIONS_AT_ONCE, Plan, PlannedUnit
-from .canvas import EXPOSED, FAINT, INK, Page, Panel, binary_scale, colours_of
+from .draw import EXPOSED, FAINT, INK, Page, Panel, binary_scale, colours_of
 
 __all__ = ["LANES", "SCALES", "Span", "Timeline", "draw_lanes", "draw_timeline", "predict", "timeline"]
 

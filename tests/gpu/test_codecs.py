@@ -24,7 +24,7 @@ from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp._launch.launch import stop_workers
 from functional_fsdp.codecs import Form
-from functional_fsdp.codecs import nf4 as nf4_file
+from functional_fsdp.codecs import four_bits as nf4_file
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic matrix products
 pytestmark = [pytest.mark.timeout(170), pytest.mark.usefixtures("fresh_workers")]

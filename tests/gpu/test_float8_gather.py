@@ -21,7 +21,7 @@ from support.commands import TORCHAO
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._float8 import cast as float8_cast
+from functional_fsdp._float8 import scales as float8_cast
 from functional_fsdp._launch.launch import stop_workers
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic matrix products

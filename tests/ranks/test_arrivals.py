@@ -26,7 +26,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, extend, launch
 from functional_fsdp import transforms as T
 from functional_fsdp._capture import arrivals
-from functional_fsdp._capture.arrival import Arrival, Gone, Rooms, gone
+from functional_fsdp._capture.arrivals import Arrival, Gone, Rooms, gone
 from functional_fsdp._engine.reduction_steps import ordered_sum
 from functional_fsdp._runtime.given import NewCounts
 from functional_fsdp._seams import Capture

@@ -28,9 +28,9 @@ from support.tables import marked
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
-from functional_fsdp._io import reader as _reader
+from functional_fsdp._io import dcp_files as _reader
+from functional_fsdp._io.dcp_files import write_tensors
 from functional_fsdp._io.safetensors_file import read_at
-from functional_fsdp._io.writer import write_tensors
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def stopped(state: fsdp.State, unit: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("functional_fsdp._runtime.host_lanes.HostLanes._finish", stop)
+        patch.setattr("functional_fsdp._runtime.lanes.HostLanes._finish", stop)
         assert said(lambda: fsdp.unshard(state, unit)) == "KeyboardInterrupt: "
 
 

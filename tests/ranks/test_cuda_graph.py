@@ -36,7 +36,6 @@ from functional_fsdp._transports import auto, symmetric
 from functional_fsdp._transports.cuda_driver import driver
 from functional_fsdp.extend import Ranks
 from functional_fsdp.transforms._cuda_graph import graphed as graphs
-from functional_fsdp.transforms._cuda_graph.captured_step import signature
 from functional_fsdp.transforms._cuda_graph.capturing import (
     GraphBuffers,
     as_kernels,
@@ -45,7 +44,7 @@ from functional_fsdp.transforms._cuda_graph.capturing import (
     words,
 )
 from functional_fsdp.transforms._cuda_graph.capturing import _explain as explain
-from functional_fsdp.transforms._cuda_graph.graphed import Graphed
+from functional_fsdp.transforms._cuda_graph.graphed import Graphed, signature
 from functional_fsdp.transforms._cuda_graph.host_traffic import Recording
 
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp._distributed import groups as _groups
-from functional_fsdp._distributed.medium import Processes
+from functional_fsdp._distributed.groups import Processes
 from functional_fsdp._runtime.runtime import runtime_of
 
 

@@ -19,8 +19,7 @@ from functional_fsdp import transforms as T
 from functional_fsdp._engine.gathers import Gathers
 from functional_fsdp._engine.reduction_steps import ReductionSteps
 from functional_fsdp.look.__main__ import main as look
-from functional_fsdp.look.digest import digest
-from functional_fsdp.look.prints import Key, Row, Step
+from functional_fsdp.look.fingerprint import Key, Row, Step, digest
 
 UNITS = ("0", "1", "2")
 STEPS = 3

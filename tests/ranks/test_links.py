@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import functional_fsdp as fsdp
-from functional_fsdp._predict import links
+from functional_fsdp._predict import prediction as links
 
 
 def measured() -> dict[str, fsdp.Link]:

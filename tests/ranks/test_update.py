@@ -19,7 +19,7 @@ from support.tables import each, product
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, TreeError, launch
 from functional_fsdp._optim.optimizer import portions
-from functional_fsdp._runtime.host_lanes import HostLanes
+from functional_fsdp._runtime.lanes import HostLanes
 from functional_fsdp._state.update import _beside, apply_optimizer, counting, in_place, keep, put_back
 
 PRESETS = ("zero3", "zero2", "zero1", "hsdp", "hfsdp", "ddp")

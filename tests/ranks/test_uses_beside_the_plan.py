@@ -22,7 +22,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import Schedule, Spec, extend, launch
 from functional_fsdp import transforms as T
 from functional_fsdp._common.record import Collective
-from functional_fsdp._runtime.host_lanes import HostLanes
+from functional_fsdp._runtime.lanes import HostLanes
 
 UNITS = 5
 BESIDE: dict[str, Callable[[fsdp.State], fsdp.State]] = {

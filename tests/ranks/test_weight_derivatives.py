@@ -19,7 +19,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp.transforms._drive.lifted import Tangents
+from functional_fsdp.transforms._drive.jvp import Tangents
 from functional_fsdp.transforms._seed import seeded
 
 Tree = dict[str, torch.Tensor]

@@ -26,7 +26,7 @@ from support.commands import ROOT, run_script
 import functional_fsdp as fsdp
 from functional_fsdp import Handle, LaunchError, WorkerGroup
 from functional_fsdp._launch import pool as _pool
-from functional_fsdp._launch import results as _results
+from functional_fsdp._launch import transfer as _results
 from functional_fsdp._launch import worker as _worker
 from functional_fsdp._launch import workers as _workers
 from functional_fsdp._runtime import runtime as _runtime
@@ -125,7 +125,7 @@ def test_tuples_are_a_handle_for_each_item(w: WorkerGroup) -> None:
 
 
 def kept_values() -> int:
-    return len(sys.modules["functional_fsdp._launch.results"]._values)
+    return len(sys.modules["functional_fsdp._launch.transfer"]._values)
 
 
 def test_values_without_a_handle_are_dropped(w: WorkerGroup) -> None:

@@ -32,7 +32,7 @@ from functional_fsdp._distributed.lanes import gloo
 from functional_fsdp._host_memory import streamed
 from functional_fsdp._optim_extra.muon import Muon
 from functional_fsdp._runtime import runtime, stream_lanes
-from functional_fsdp._runtime.stream_lanes import STREAMS, StreamLanes
+from functional_fsdp._runtime.lanes import STREAMS, StreamLanes
 
 __all__ = ["WAYS", "Order", "Ordered", "ordered", "trained"]
 
@@ -249,7 +249,7 @@ class Ordered(StreamLanes):
 def ordered() -> Iterator[Order]:
     """Meshes that are made within have lanes of GPUs, and what they do is checked, as if released memory went."""
     order = Order()
-    gone = "functional_fsdp._engine.arena.keeps_released", "functional_fsdp._storage.weights.keeps_released"
+    gone = "functional_fsdp._engine.gathers.keeps_released", "functional_fsdp._storage.weights.keeps_released"
     with order.lanes(), order, mock.patch(gone[0], return_value=False), mock.patch(gone[1], return_value=False):
         yield order
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import functional_fsdp as fsdp
-from functional_fsdp._engine.arena import Arena
-from functional_fsdp._engine.gathers import Gathers
+from functional_fsdp._engine.gathers import Arena, Gathers
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
 from functional_fsdp._plan.plan import make_plan
 

@@ -13,7 +13,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import SpecError
 from functional_fsdp._plan.cursor import Cursor
 from functional_fsdp.look import draw as module
-from functional_fsdp.look.canvas import Panel
+from functional_fsdp.look.draw import Panel
 
 pytest.importorskip("matplotlib")
 FOUR, TWO = {"data": 4}, {"replica": 2, "shard": 2}

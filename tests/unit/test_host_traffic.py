@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from functional_fsdp import ScheduleError
-from functional_fsdp.transforms._cuda_graph import captured_step as questions
+from functional_fsdp.transforms._cuda_graph import graphed as questions
 from functional_fsdp.transforms._cuda_graph.guarding import UNKNOWN, Guard, Randoms, Steadiness
 from functional_fsdp.transforms._cuda_graph.host_traffic import Answering, Recording, Sides
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import functional_fsdp as fsdp
-from functional_fsdp.look.measured import Arrival, Measured, measured
+from functional_fsdp.look.measured import Arrival, Measured, measured, minus, overlap, recorded
 from functional_fsdp.look.observe import Late, RankTimes, lateness
-from functional_fsdp.look.trace import minus, overlap, recorded
 
 
 def host(name: str, begin: float, end: float) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from functional_fsdp._distributed.store import PatientStore
+from functional_fsdp._distributed.groups import PatientStore
 
 
 def test_a_store_that_answers_is_as_it_was() -> None:

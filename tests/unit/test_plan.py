@@ -25,7 +25,7 @@ from functional_fsdp._plan.pack import pack
 from functional_fsdp._plan.plan import ALIGN, Gather, Plan, PlannedUnit, Reduction, make_plan
 from functional_fsdp._plan.program import DefaultOrder, FixedOrder, RecordedOrder, known
 from functional_fsdp._spec.schedule import Schedule
-from functional_fsdp.look.canvas import Panel
+from functional_fsdp.look.draw import Panel
 from functional_fsdp.look.timeline import _lives, predict
 
 MIB = 1 << 20

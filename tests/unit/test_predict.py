@@ -15,7 +15,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp._predict.hardware import HARDWARE, Link
 from functional_fsdp._predict.operations import Counter, Logged, Work
-from functional_fsdp._predict.spared import spared
+from functional_fsdp._predict.prediction import spared
 from functional_fsdp._predict.tune import meshes
 
 WIDTH, ROWS, BLOCKS = 1024, 4096, 5

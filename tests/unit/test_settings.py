@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 
 import functional_fsdp as fsdp
-from functional_fsdp._common.checksum import ROW, _odd, checksum
+from functional_fsdp._common.device import ROW, _odd, checksum
 from functional_fsdp._spec.settings import LONG, describe_settings, opaque_settings
 
 PEAK = 0.1

@@ -8,7 +8,7 @@ import struct
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_fsdp._transports.signals import FENCE, WAIT, Operation, _packed, operations
+from functional_fsdp._transports.peer_memory import FENCE, WAIT, Operation, _packed, operations
 
 BARRIERS = 4
 

@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 
 import functional_fsdp as fsdp
 from functional_fsdp import Optimizer, Precision, ScheduleError, Spec, StaleStateError, State, TreeError
-from functional_fsdp._redistribute import freeze as _freeze
+from functional_fsdp._redistribute import redistribute as _freeze
 
 Tree = Any
 # both libraries, as functions of anything

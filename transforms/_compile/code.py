@@ -11,25 +11,76 @@ What a backward wants of a weight in float8 in another order is copied in the ba
 The copy depends on inputs alone, and a product reads it. So Inductor's partitioner would have the forward make it:
 copies of the weights of all layers would then be there between forward and backward, whole on each rank. Here such
 nodes are marked before the graph is cut in two, as checkpointed regions mark theirs.
+
+Graphs through Inductor, in the order that they have.
+
+Names: what a compiled step issues, in profiles, where no Python of the package runs.
+
+While a profiler runs, the step's collectives are seen as its code calls them; which is which follows from their order.
+Without one, the step runs as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from functional_fsdp._seams import torch_private
+from functional_fsdp._seams import ranges, torch_private
+from functional_fsdp.extend import Collective
 
-from .inductors import graph_pass
 from .startup import waiting
 
-__all__ = ["Code", "mark_copies", "with_backward", "with_late_copies"]
+__all__ = ["Code", "graph_pass", "mark_copies", "named", "through_inductor", "with_backward", "with_late_copies"]
+
+#: the step's own order is the plan's: gathers one use ahead, reductions waited for when the next one comes
+ORDERED = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
+
+
+def through_inductor(
+    module: fx.GraphModule, inputs: list[torch.Tensor], config: dict[str, Any], change: Callable[[fx.Graph], Any],
+    *key: Any,
+) -> Callable[..., Any]:  # fmt: skip
+    """A function that does what the module does.
+
+    Args:
+        config: Inductor's settings.
+        change: made to the graph before it is lowered; one of this package's functions.
+        key: what it goes by, beside the graph, for caches on disk.
+    """
+    settings = ORDERED | config | {"post_grad_custom_pre_pass": graph_pass(change, *key)}
+    compiled: Callable[..., Any] = torch_private.inductor().compile_fx.compile_fx(
+        module, inputs, config_patches=settings
+    )
+    return compiled
+
+
+def graph_pass(change: Callable[[fx.Graph], Any], *key: Any) -> Any:
+    """A pass of Inductor's that makes a change to graphs; one of this package's functions.
+
+    Args:
+        key: what it goes by, beside its module's code, for caches on disk.
+    """
+    passes = torch_private.inductor().custom_graph_pass
+    files = (str(sys.modules[change.__module__].__file__),)
+
+    class Pass(passes.CustomGraphPass):  # type: ignore[misc, name-defined]
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            change(graph)
+
+        def uuid(self) -> Any:
+            return passes.get_hash_for_files(files, repr(key))
+
+    return Pass()
+
 
 PASS = "joint_custom_pre_pass"  # of Inductor's settings
 VIEWS = (torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.aten.transpose.int)
@@ -129,3 +180,61 @@ def with_backward() -> dict[str, bool]:
     """Setting by which a backward is compiled with its forward, so that the next layer, if its graph is the same, finds
     both in torch's cache; else all forwards come first, and each of them is compiled."""
     return {LOWERS: True} if hasattr(torch_private.functorch_config(), LOWERS) else {}
+
+
+NAMESPACE = "_c10d_functional::"
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+def named(run: Callable[..., Any], issued: Iterable[Collective]) -> Callable[..., Any]:
+    """A compiled function whose collectives, and waits for them, have names while a profiler runs.
+
+    Args:
+        issued: its collectives, in the order in which it was traced.
+    """
+    issued = tuple(issued)
+
+    def call(*args: Any) -> Any:
+        if not torch_private.profiler._is_profiler_enabled:
+            return run(*args)
+        with Names(issued):
+            return ranges.ranged(run, "compiled step")(*args)
+
+    return call
+
+
+class Names(TorchFunctionMode):
+    """Sees the operations that Python calls, and gives those that communicate their names."""
+
+    def __init__(self, issued: Iterable[Collective]) -> None:
+        super().__init__()
+        self.left: dict[str, deque[str]] = {kind: deque() for kind in KINDS}
+        for one in issued:
+            if one.kind in self.left:
+                self.left[one.kind].append(said(one))
+        self.awaited: dict[int, tuple[torch.Tensor, str]] = {}  # by identity; held, so that nobody else gets it
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if schema is None or not schema.name.startswith(NAMESPACE):
+            return func(*args, **kwargs)
+        op = schema.name.removeprefix(NAMESPACE)
+        if op.startswith("wait_tensor"):
+            _, name = self.awaited.pop(id(args[0]), (None, ""))
+            return ranges.ranged(func, f"wait {name}".rstrip())(*args, **kwargs)
+        kind = next((kind for kind in KINDS if op.startswith(kind)), "")
+        name = self.left[kind].popleft() if kind and self.left[kind] else op
+        out = ranges.ranged(func, name)(*args, **kwargs)
+        if isinstance(out, torch.Tensor):
+            self.awaited[id(out)] = out, name.replace("reduce gradients of", "reduce")
+        return out
+
+
+def said(one: Collective) -> str:
+    """As eager steps name it."""
+    if one.kind == "all_gather" and one.lane in ("gather", "side"):
+        return f"gather {one.bucket}"
+    if one.lane in ("reduce", "outer"):
+        return f"reduce gradients of {one.bucket}"
+    return f"{one.kind} of {one.bucket}"

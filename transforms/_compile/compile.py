@@ -26,9 +26,8 @@ from functional_fsdp._seams import (
     torch_private,
 )
 
-from .inductors import through_inductor
-from .names import named
-from .start_compilers import finish_start
+from .code import named, through_inductor
+from .startup import finish_start
 from .whole_step import Programs
 
 __all__ = ["compile"]

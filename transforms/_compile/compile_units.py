@@ -23,9 +23,8 @@ from functional_fsdp._seams import torch_private, tracing_now
 from functional_fsdp.extend import skeleton_of
 
 from .._modules.unit_modules import NEVER_CALLED, UnitModule, outermost
-from .clock import Clock
 from .code import Code, with_late_copies
-from .start_compilers import finish_start
+from .startup import Clock, finish_start
 
 __all__ = ["Compiled", "Compiler", "Options", "compile_units", "refuse_around"]
 

@@ -5,6 +5,14 @@
 
 Nothing is hooked and nothing is changed: whoever does not ask pays nothing. Where something is compiled or captured for
 the first time, and standard error is a terminal, the line is there by itself: `waiting`.
+
+Clock: how long calls of compiled modules take on the host, compiled or as Python runs them.
+
+start_compilers: what compilers need before they can begin, on a thread, while something else is waited for.
+
+start_compilers()        imports of Dynamo and Inductor   ┐ on the thread
+ranks connect, init      Inductor's processes start       ┘
+compile=True             waits for what is left of it
 """
 
 from __future__ import annotations
@@ -12,15 +20,17 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from time import perf_counter
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch.distributed as dist
 
-__all__ = ["StartupReport", "startup", "waiting"]
+from functional_fsdp._seams import torch_private
+
+__all__ = ["Clock", "StartupReport", "finish_start", "start_compilers", "startup", "waiting"]
 
 EVERY = 0.01  # seconds between two looks
 PATIENCE = 5.0  # seconds that pass before a line says what is being waited for
@@ -177,3 +187,65 @@ def startup(patience: float = PATIENCE, progress: bool | None = None) -> Abstrac
     """
     shown = _shows() if progress is None else progress
     return _watching(StartupReport(), patience, sys.stderr if shown else None)
+
+
+class Clock:
+    """Takes the time of calls, for as long as a `Compiler` has it.
+
+    Attributes:
+        eager: whether modules run as Python does, though they are to be compiled.
+        seconds: by class, of each of its calls: what the host took. None: not looked at, nothing is waited for.
+        paths: by class, the modules that were called.
+    """
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait  # for the device, whose queue may be full: then a launch takes as long as what is before it
+        self.eager = False
+        self.seconds: dict[type, list[float]] | None = None
+        self.paths: dict[type, set[str]] = {}
+
+    def call(self, cls: type, path: str, run: Callable[..., Any], *args: Any) -> Any:
+        """`run(*args)`, timed."""
+        if self.seconds is None:
+            return run(*args)
+        self.wait()
+        since = perf_counter()
+        out = run(*args)
+        self.seconds.setdefault(cls, []).append(perf_counter() - since)
+        self.paths.setdefault(cls, set()).add(path)
+        return out
+
+
+_started: list[threading.Thread] = []  # one, once it is asked for
+
+
+def start_compilers() -> None:
+    """Import Dynamo and Inductor, and start the processes in which Inductor compiles kernels, on a thread.
+
+    The first compiled step waits seconds for them. Ranks that connect wait for the network, and `init` and `load` for
+    the device and the disk: call it before, once the program's own imports are done. What is compiled later waits for
+    what is left. Nothing else changes; a second call does nothing, and `os.fork` waits until the thread is done.
+
+    Example:
+        >>> T.start_compilers()
+        >>> mesh = fsdp.local_mesh()  # connects
+    """
+    if not _started:
+        thread = threading.Thread(target=_start, name="start_compilers")
+        _started.append(thread)
+        os.register_at_fork(before=finish_start)  # a child would wait forever for what is being imported
+        thread.start()
+
+
+def finish_start() -> None:
+    """Wait for the thread, if there is one."""
+    for thread in _started:
+        if thread is not threading.current_thread():
+            thread.join()
+
+
+def _start() -> None:
+    with suppress(Exception):  # whoever compiles imports it again, and sees why it fails
+        torch_private.dynamo()
+        torch_private.start_compilers()
+        torch_private.inductor()

@@ -7,18 +7,22 @@ before they begin. In a graph a memset is carried out by a copy engine, where it
 product waits for it. A small kernel does not.
 
 Source: CUDA driver API, "Graph Management"; PTX ISA.
+
+Lines: which line of the program, or of a library it uses, does something in the middle of a step.
 """
 
 from __future__ import annotations
 
 import ctypes
+import linecache
 import logging
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -27,12 +31,55 @@ from functional_fsdp import FsdpError, ScheduleError, State, TreeError
 from functional_fsdp._seams import Veto, cuda_driver, put, torch_private
 from functional_fsdp.extend import Ranks, evolve, flatten, lineage_of
 
-from .lines import line_of_error
-
 __all__ = [
-    "GraphBuffers", "as_kernels", "captured", "edge_functions", "refusal", "stale_streams_followed", "text_of",
-    "words",
+    "GraphBuffers", "as_kernels", "captured", "edge_functions", "line_of_error", "refusal", "root_of",
+    "running_line", "stale_streams_followed", "text_of", "words",
 ]  # fmt: skip
+
+PASSED = {"torch", "functional_fsdp", "contextlib", "functools", "threading", "triton"}  # who does it for others
+OURS = "functional_fsdp"
+
+
+def root_of(frame: FrameType) -> str:
+    """The package that the frame's code is in; "torch" for what Inductor has written."""
+    if "torchinductor" in frame.f_code.co_filename:
+        return "torch"
+    name: str = frame.f_globals.get("__name__") or ""
+    return name.partition(".")[0]
+
+
+def running_line() -> tuple[str, bool]:
+    """The innermost line that runs outside torch and this library, "" if there is none; and whether this library is
+    between it and torch."""
+    frame, ours = sys._getframe(1), False
+    found: FrameType | None = frame
+    asking = frame.f_globals.get("__name__")
+    while found is not None and found.f_globals.get("__name__") == asking:
+        found = found.f_back
+    while found is not None:
+        root = root_of(found)
+        if root not in PASSED:
+            return _text(found.f_code, found.f_lineno), ours
+        ours |= root == OURS
+        found = found.f_back
+    return "", ours
+
+
+def line_of_error(error: BaseException) -> str:
+    """The innermost line outside torch and this library in an error's traceback, "" if there is none."""
+    frames = [one for one in _each(error.__traceback__) if root_of(one.tb_frame) not in PASSED]
+    return _text(frames[-1].tb_frame.f_code, frames[-1].tb_lineno) if frames else ""
+
+
+def _each(traceback: TracebackType | None) -> Iterable[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _text(code: CodeType, number: int) -> str:
+    return f"{code.co_filename}:{number} ({linecache.getline(code.co_filename, number).strip()})"
+
 
 log = logging.getLogger(__name__)
 call, driver = cuda_driver.call, cuda_driver.driver

@@ -19,8 +19,7 @@ import torch
 from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import bytes_of
 
-from .capturing import refusal, text_of
-from .lines import running_line
+from .capturing import refusal, running_line, text_of
 
 __all__ = ["Answering", "Read", "Recording", "Sides", "Values", "bits"]
 

@@ -29,12 +29,11 @@ from .._compile.compile_units import Compiler, Options, refuse_around
 from .._compile.startup import waiting
 from .._modules.unit_modules import Leaf, each_once, find_unit_modules, leaves_of, order_of, slots_of
 from .._uses import USES
-from .inputs import precisions
+from .buffers import changed, clear, spoilt
 from .levels import Visit, base_of, outside_levels
-from .placeholders import Places
+from .placeholders import Places, precisions
 from .unit_calls import Slot, UnitCall
 from .unit_uses import Gradients, Start, UnitUse, Weights, no_output, refuse_transform, traced_by
-from .watch import changed, clear, spoilt
 
 __all__ = ["Driver", "Tensors", "caller", "eager_only", "refuse_nesting"]
 

@@ -13,7 +13,7 @@ from functional_fsdp._seams import full_tensor, note_activations, torch_private
 from functional_fsdp.extend import alone, begin_round, end_round, evolve
 
 from .._compile.compile_units import Options
-from .._modules.outputs import map_tensors
+from .._modules.unit_modules import map_tensors
 from .._seed import seeded
 from ..nonfinite import NonfiniteError, NonfiniteWatch
 from .buffers import Buffers, Rule

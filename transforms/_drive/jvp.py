@@ -5,12 +5,21 @@
 
 Such a vector is `{bucket: FlatBuffer}`, as gradients and main weights are, so sums and products of vectors are those of
 shards. J is of this rank's data, and Jᵀ c is averaged over the data ranks, as gradients are.
+
+Lifted: the weights of a driven model as a level of torch.func's has them, inside of a loss function.
+
+    Tangents    of a jvp     dual numbers: a weight, and its part of a vector that is sharded as the weights are
+    Members     of a vmap    leaves [E, ...] as one of their E members has them
+
+A unit is gathered outside of all levels, see `levels`. Its weights are lifted where they enter a call. What a lift
+gathers for that lies beside the unit, from each of its gathers to its release; in a backward at the same address.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -19,13 +28,222 @@ from functional_fsdp import FlatBuffer, ScheduleError, State, TreeError
 from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import Session, alone, lineage_of, separate_gradients
 
+from .._modules.unit_modules import Leaf
 from ..norms import Buffers, check_tree
 from .apply import apply
 from .driver import eager_only
 from .forward_backward import forward_backward
-from .lifted import moved
+from .placeholders import WeightPlaceholder, values
 
-__all__ = ["jvp", "linearize", "pullback"]
+if TYPE_CHECKING:
+    from .driver import Driver
+
+__all__ = ["jvp", "linearize", "moved", "pullback", "vmap"]
+
+
+def moved(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """`fn(model, *args)` of a driven model, as its weights move: `run(model, tangents, *args) -> out, tangent of out`.
+
+    Args:
+        fn: returns a pytree of tensors.
+    """
+
+    def run(model: nn.Module, tangents: Buffers, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        driver = driver_of(model)
+        zero = torch.zeros((), device=driver.device)  # torch's jvp wants an input
+
+        def inside(_: torch.Tensor) -> Any:
+            with driver.lifting(Tangents(driver, tangents)):
+                return values(fn(model, *args, **kwargs))
+
+        out, along = torch.func.jvp(inside, (zero,), (zero,))  # type: ignore[misc]
+        return out, along
+
+    return run
+
+
+def vmap(
+    fn: Callable[..., Any], in_dims: Any = None, out_dims: Any = 0, randomness: str = "different"
+) -> Callable[..., Any]:
+    """`fn(model, *args)` for each member of an ensemble, whose leaves are stacked: inside of a driven function.
+
+    Args:
+        fn: a function of one member, and of what else it is given. It returns tensors.
+        in_dims: for each of `args` what torch.func.vmap takes; None: all members are given the same.
+        out_dims: as of torch.func.vmap: where the members are in the results.
+        randomness: as of torch.func.vmap, for dropout.
+
+    Returns:
+        `run(model, *args)`, with the results of the E members stacked, [E, ...]. It is for the functions that `apply`,
+        `forward_backward` and `jvp` are given.
+
+    The state is made of the skeleton of one member and of leaves [E, ...], as by `torch.stack` or
+    `torch.func.stack_module_state`. A unit of all members is gathered at once, and its gradients are reduced at once.
+    Buffers are the same for all.
+
+    Raises:
+        TreeError: leaves that are not [E, *shape in the module]. ScheduleError: a model that is not driven.
+
+    Collective: none of its own.
+
+    Example:
+        >>> params = {path: torch.stack([leaf, leaf * 0.5]) for path, leaf in fsdp.full_params(state).items()}
+        >>> both = fsdp.shard(params, state.spec, fsdp.sgd(lr=1e-2))
+        >>> losses = T.vmap(loss_fn)
+        >>> both, loss = T.forward_backward(model, lambda model, batch: losses(model, batch).sum())(both, batch)
+    """
+
+    def run(model: nn.Module, *args: Any) -> Any:
+        driver = driver_of(model)
+        size = members_of(driver, model)
+        dims = (None,) * len(args) if in_dims is None else in_dims if isinstance(in_dims, tuple) else (in_dims,)
+
+        def inside(_: torch.Tensor, *args: Any) -> Any:
+            with driver.lifting(Members()):
+                return values(fn(model, *args))
+
+        each = torch.zeros(size, device=driver.device)
+        return torch.func.vmap(inside, (0, *dims), out_dims, randomness)(each, *args)
+
+    return run
+
+
+def driver_of(model: nn.Module) -> Driver:
+    """Who drives this copy of a module, whose weights are placeholders."""
+    for p in model.parameters():
+        if type(p) is WeightPlaceholder and p.home[0].state is not None:
+            return p.home[0]
+    raise ScheduleError(
+        f"T.vmap: a {type(model).__name__} that is not driven. Call it inside of a function of T.forward_backward, "
+        "T.apply or T.jvp, with the model that this is given."
+    )
+
+
+def members_of(driver: Driver, model: nn.Module) -> int:
+    """How many members an ensemble has: leaves are [E, *shape in the module]."""
+    size = 0
+    shapes = {leaf.path: leaf.shape for bucket in driver.state.layout.buckets.values() for leaf in bucket.leaves}
+    for path, p in model.named_parameters():
+        if type(p) is not WeightPlaceholder or path not in shapes:  # tied leaves have one of their paths
+            continue
+        shape = tuple(shapes[path])
+        size = size or (shape[0] if shape else 0)
+        if not size or shape != (size, *p.shape):
+            raise TreeError(
+                f"T.vmap: the leaf {path!r} has shape {shape}, and {tuple(p.shape)} in the module; expected "
+                f"{(size or 'E', *p.shape)}: the leaves of E members, stacked along dim 0 (torch.stack)."
+            )
+    return size
+
+
+@contextmanager
+def at_level(level: int) -> Iterator[None]:
+    """Within, this level of torch.func's is the innermost one."""
+    with ExitStack() as stack:
+        while (here := torch_private.func_interpreter()) is not None and here.level() > level:
+            stack.enter_context(torch_private.without_innermost_level())
+        yield
+
+
+class Tangents:
+    """Weights move along a vector: they are dual numbers of the jvp that is the innermost level where this is made.
+
+    torch wants a tangent to lie in its storage as the weight does, or makes one that does, of all of the storage. So a
+    dual number is made of a copy of the weight, in a storage like the tangent's. A release frees both storages, and a
+    gather fills them again, under the tensors that residuals have.
+    """
+
+    def __init__(self, driver: Driver, vector: Buffers) -> None:
+        self.driver, self.vector = driver, vector
+        self.level = torch_private.func_interpreter().level()
+        self.units: dict[str, Moving] = {}
+
+    def gather(self, units: Sequence[str]) -> None:
+        """Their tangents are needed.
+
+        Collective: an all-gather for each bucket that trains, which compute waits for.
+        """
+        for name in units:
+            if name not in self.units:
+                self.units[name] = Moving(self.driver.state.layout.by_name[name], self.vector, self.driver.device)
+            self.units[name].fill(self.driver.weights[name])
+
+    def release(self, units: Sequence[str]) -> None:
+        """They are not needed until they are gathered again."""
+        for name in units:
+            self.units[name].free()
+
+    def lift(self, tensors: Sequence[torch.Tensor], leaves: Sequence[Leaf], copied: bool = False) -> list[torch.Tensor]:
+        """These weights, as dual numbers where they train. `copied`: they are copies, which outlive the release."""
+        lifted = [*tensors]
+        with at_level(self.level), torch_private.forward_ad._set_fwd_grad_enabled(True):
+            for i, (unit, key) in enumerate(leaves):
+                if key in self.units[unit].pairs:
+                    weight, tangent = self.units[unit].pairs[key]
+                    pair = (tensors[i], tangent.clone()) if copied else (weight, tangent)
+                    lifted[i] = torch_private.forward_ad.make_dual(*pair)
+        return lifted
+
+
+class Moving:
+    """A unit's weights that train, copied, and their tangents, in storages that are there from `fill` to `free`.
+
+    Attributes:
+        pairs: {key: (weight, tangent)}.
+    """
+
+    def __init__(self, unit: Any, vector: Buffers, device: torch.device) -> None:
+        self.pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.wholes: list[tuple[FlatBuffer, torch.Tensor, torch.Tensor]] = []
+        keys = dict(zip(unit.paths, unit.keys, strict=True))
+        for bucket in unit.buckets:
+            if bucket.trainable:
+                weights, tangents = (torch.empty(bucket.numel, dtype=bucket.compute, device=device) for _ in range(2))
+                for leaf in bucket.leaves:
+                    a, b = (t.narrow(0, leaf.offset, leaf.numel).view(leaf.shape) for t in (weights, tangents))
+                    self.pairs[keys[leaf.path]] = a, b
+                # Written by tensors of another version: residuals are what they were.
+                self.wholes.append((vector[bucket.name], weights.data, tangents.data))
+        self.copies = [weight.data for weight, _ in self.pairs.values()]
+        self.sizes = [weights.nbytes for _, weights, _ in self.wholes]
+        self.there = False
+
+    def fill(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Gather the tangents, beside a unit that is gathered."""
+        if self.there:
+            return
+        self.there = True
+        for (vector, *both), size in zip(self.wholes, self.sizes, strict=True):
+            for whole in both:
+                whole.untyped_storage().resize_(size)
+            vector.gather(both[1])
+        if self.copies:
+            torch_private.foreach_copy_(self.copies, [weights[key] for key in self.pairs])
+
+    def free(self) -> None:
+        """Their bytes are given back."""
+        self.there = False
+        for _, *both in self.wholes:
+            for whole in both:
+                whole.untyped_storage().resize_(0)
+
+
+class Members:
+    """Leaves [E, ...], each as one of E members has it: batched by the vmap that is the innermost level where this is
+    made. Nothing lies beside them."""
+
+    def __init__(self) -> None:
+        self.level = torch_private.func_interpreter().level()
+
+    def gather(self, units: Sequence[str]) -> None: ...
+
+    def release(self, units: Sequence[str]) -> None: ...
+
+    def lift(self, tensors: Sequence[torch.Tensor], leaves: Sequence[Leaf], copied: bool = False) -> list[torch.Tensor]:
+        """These weights, as one member's."""
+        with at_level(self.level):
+            return [torch_private.add_batch_dim(t, 0, self.level) for t in tensors]
+
 
 pytree = torch_private.pytree
 Function = Callable[..., Any]  # of a model and what else it is given

@@ -22,8 +22,7 @@ import torch
 from functional_fsdp import PackedWeight, ScheduleError
 from functional_fsdp._seams import torch_private
 
-from .._modules.outputs import map_tensors
-from .._modules.unit_modules import Leaf
+from .._modules.unit_modules import Leaf, map_tensors
 from .placeholders import WeightPlaceholder
 from .unit_uses import Gradients, UnitUse, first_order, no_output
 

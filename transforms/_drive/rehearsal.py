@@ -3,6 +3,16 @@
 Torch's fake tensors stand for weights, inputs and everything that is computed. The driver is the one that trains, so
 activations live as long as in a step: what is recomputed or moved to the host is so here. Nothing is gathered, reduced
 or drawn.
+
+Imagined kernels: within this mode tensors on the meta device go through the operations that a GPU would choose.
+
+Without it attention and RMSNorm on the meta device are what a CPU makes of them: many operations, and more that is kept
+for the backward. Of each operation here shapes, dtypes and what is kept for the backward are those of the kernel.
+
+Clocked: a forward and a backward of a driven model on this device, by one rank, with the seconds of each use.
+
+Weights are random numbers (on zeros a GPU is faster), in the compute dtype. Units whose leaves are alike have the same
+ones, so that a model that no device holds can be measured; what it keeps for its backward has to fit.
 """
 
 from __future__ import annotations
@@ -10,19 +20,24 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
-from functional_fsdp import Layout, PackedWeight, State
-from functional_fsdp._seams import HostBuffer, torch_private
-from functional_fsdp.extend import CopyLane, HostBuffers, Loan
+from functional_fsdp import Layout, PackedWeight, ScheduleError, State
+from functional_fsdp._seams import HostBuffer, steps_on, torch_private
+from functional_fsdp.extend import CopyLane, HostBuffers, Loan, every_buffer
 
 from .driver import Driver
+from .forward_backward import ForwardBackward
 from .unit_uses import Gradients
 
-__all__ = ["Alive", "Lap", "Rehearsal", "moves", "weights_of"]
+__all__ = ["Alive", "ImaginedKernels", "Lap", "Rehearsal", "clocked", "moves", "weights_of"]
 
 BLOCK = 512  # bytes: what GPUs' allocators round up to
 
@@ -192,3 +207,124 @@ def weights_of(layout: Layout, device: torch.device) -> dict[str, dict[str, torc
                 leaves[leaf.path] = whole if leaf.form is None else PackedWeight(whole, leaf.form)
         made[unit.name] = {key: leaves[path] for key, path in zip(unit.keys, unit.paths, strict=True)}
     return made
+
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class ImaginedKernels(TorchFunctionMode):
+    """See the top of this file. What is made on no device in particular is on this one."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.made = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return attention(*args, **kwargs)
+        if func in (torch.rms_norm, F.rms_norm):
+            return rms_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def __enter__(self) -> Any:
+        self.made.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        try:
+            return super().__exit__(*error)
+        finally:
+            self.made.__exit__(*error)
+
+
+def attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """Flash attention in half precision, without a mask; else the memory-efficient one."""
+    if attn_mask is None and query.dtype in HALF:  # which takes fewer heads of keys and values as they are
+        return torch_private.flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+    shape = (*query.shape[:-1], key.shape[-2])
+    bias = None if attn_mask is None else attn_mask.to(query.dtype).expand(shape)
+    keeps = any(t.requires_grad for t in (query, key, value))
+    return torch_private.efficient_attention(query, key, value, bias, keeps, dropout_p, is_causal, scale=scale)[0]
+
+
+def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
+    """One kernel, which keeps its input and a number for each row."""
+    return Norm.apply(input, weight, len(normalized_shape))
+
+
+class Norm(torch.autograd.Function):
+    """What a fused norm reads, writes and keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, dims: int) -> Any:
+        rows = x.new_empty(x.shape[:-dims], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rows)
+        return x * rows[(..., *[None] * dims)].to(x.dtype) if weight is None else x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return grad * x, None if weight is None else torch.empty_like(weight), None
+
+
+WARM = 2  # passes before the clock counts
+
+
+class Clock:
+    """`lap()` gives the seconds since the last one, when the device is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.probe = torch.zeros((), device=device)
+        self.since = perf_counter()
+
+    def lap(self) -> float:
+        self.probe.item()
+        before, self.since = self.since, perf_counter()
+        return self.since - before
+
+
+def clocked(
+    forward_backward: ForwardBackward[Any], state: State, args: Any, kwargs: Any, rounds: int
+) -> tuple[float, ...]:
+    """Seconds of each use, the median over rounds."""
+    driver = forward_backward.driver
+    if not isinstance(driver, Driver):
+        raise ScheduleError("measure_compute: of forward_backward(second_order=True) it is not known. Leave that out.")
+    where, holds = steps_on(state)
+    rehearsal = Rehearsal(driver.bare(), where, _weights(state.layout, where), holds)
+    rehearsal.counter = Clock(where)
+    for _, held, name in every_buffer(rehearsal.model):
+        held[name] = held[name].to(where)
+    found: list[list[float]] = []
+    for _ in range(WARM + rounds):
+        rehearsal.laps, rehearsal.gathered = [], ()
+        with rehearsal.running(state, "measure_compute", trains=True):
+            rehearsal.counter.lap()
+            forward_backward.rehearse(rehearsal, args, kwargs)
+            rehearsal.lap()
+        found.append([lap.work for lap in rehearsal.laps])
+    return tuple(median(some) for some in zip(*found[WARM:], strict=True))
+
+
+def _weights(layout: Layout, device: torch.device) -> dict[str, dict[str, torch.Tensor]]:
+    """Random weights of every unit, those of units that are alike the same."""
+    generator = torch.Generator(device).manual_seed(0)
+    made: dict[Any, dict[str, torch.Tensor]] = {}
+    found = {}
+    for unit in layout.units:
+        leaves = {leaf.path: (leaf.shape, b.compute) for b in unit.buckets for leaf in b.leaves}
+        alike = tuple((key, *leaves[path]) for key, path in zip(unit.keys, unit.paths, strict=True))
+        if alike not in made:
+            made[alike] = {
+                key: torch.randn(shape, device=device, generator=generator).mul_(max(shape[-1:], default=1) ** -0.5)
+                .to(dtype) for key, shape, dtype in alike
+            }  # fmt: skip
+        found[unit.name] = made[alike]
+    return found

@@ -23,10 +23,10 @@ from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import Session, ranks_of, skeleton_of
 
 from .._modules.unit_modules import find_unit_modules, slots_of
+from .buffers import WriteWatch, changed, clear, spoilt, version
 from .driver import Tensors, caller, refuse_nesting
-from .inputs import precisions
+from .placeholders import precisions
 from .unit_uses import Gradients
-from .watch import WriteWatch, changed, clear, spoilt, version
 
 __all__ = ["Whole"]
 
@@ -111,7 +111,7 @@ class Whole:
             self.state = self.caller = None
 
     def _check(self, session: Session, before: list[tuple[int, int]], home: dict[str, str]) -> None:
-        """The weights are what they were; see `_distributed.watch`."""
+        """The weights are what they were; see `_distributed.peers`."""
         now = [(version(t), t.data_ptr()) for t in self.leaves.values()]
         paths = [path for path, new, old in zip(self.leaves, now, before, strict=True) if new[1] != old[1]]
         if paths:

@@ -30,7 +30,7 @@ from functional_fsdp import SpecError
 from functional_fsdp._seams import objects
 from functional_fsdp.extend import Placeholder
 
-from .watch import version
+from .buffers import version
 
 __all__ = ["Settings"]
 

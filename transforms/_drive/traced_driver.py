@@ -20,12 +20,11 @@ from functional_fsdp import ScheduleError, State
 from functional_fsdp._seams import GraphBuild, coordinate_of, torch_private, tracing_now
 from functional_fsdp.extend import refuse
 
-from .buffers import Buffers, Rule
+from .buffers import Buffers, Rule, place, written
 from .driver import Driver, Tensors, caller, refuse_nesting
-from .inputs import check_dtypes
+from .placeholders import check_dtypes
 from .settings import Settings
 from .unit_uses import Gradients, UnitUse
-from .watch import place, written
 
 __all__ = ["Twin", "graph_for", "traced"]
 

@@ -20,13 +20,11 @@ from functional_fsdp import PackedWeight, ScheduleError
 from functional_fsdp._seams import local_part, ranges, torch_private
 
 from .._compile.compile_units import Compiled, Compiler
-from .._modules.outputs import map_tensors
-from .._modules.unit_modules import Leaf, UnitModule
+from .._modules.unit_modules import Leaf, UnitModule, map_tensors
 from . import levels
-from .inputs import cast_inputs, dtypes_of, note_module, refuse_buffers, refuse_dtypes
-from .placeholders import WeightPlaceholder
+from .buffers import WriteWatch, changed, clear, place, version
+from .placeholders import WeightPlaceholder, cast_inputs, dtypes_of, note_module, refuse_buffers, refuse_dtypes
 from .unit_uses import Outputs, UnitUse, Weights, no_output, traced_by
-from .watch import WriteWatch, changed, clear, place, version
 
 if TYPE_CHECKING:
     from .driver import Driver

@@ -23,9 +23,8 @@ import torch.nn as nn
 from functional_fsdp import SpecError, State, finish_reductions, reduce
 from functional_fsdp.extend import alone, begin_round, change, end_round, evolve, leaf_shards, ranks_of, seeds
 
-from .._drive.chain import stages_of
+from .._drive.chain import Stages, Weights, stages_of
 from .._drive.driver import eager_only
-from .._drive.stages import Stages, Weights
 from ..vjp import vjp
 from .per_sample import batched, norms_of
 

@@ -20,9 +20,8 @@ from functional_fsdp import SpecError, State, TreeError
 from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import alone
 
-from .._drive.chain import stages_of
+from .._drive.chain import Stage, Stages, Weights, dims, rows, stages_of
 from .._drive.driver import eager_only
-from .._drive.stages import Stage, Stages, Weights, dims, rows
 from ..vjp import Pullback, functional_vjp, lent
 
 __all__ = ["batched", "norms_of", "per_sample_norms", "per_sample_vjp"]

@@ -14,7 +14,7 @@ import torch
 from functional_fsdp import ScheduleError
 from functional_fsdp._seams import torch_private
 
-from .._modules.outputs import map_tensors
+from .._modules.unit_modules import map_tensors
 
 __all__ = ["across_jvp", "in_one_jvp", "keeps_nothing"]
 

@@ -11,9 +11,9 @@ import torch
 from functional_fsdp import FsdpError, ScheduleError
 from functional_fsdp.extend import computes_on
 
-from .._drive.watch import version
-from .._modules.outputs import each_leaf
-from .storage_moves import storage_of
+from .._drive.buffers import version
+from .._modules.unit_modules import each_leaf
+from .moves import storage_of
 
 __all__ = ["GivenInputs", "code_of", "storages_in"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.nn as nn
 
-from .generators import generators_in
+from .draws import generators_in
 from .parts import Owner
 
 __all__ = ["Habits"]

@@ -31,7 +31,7 @@ import torch.nn as nn
 
 from functional_fsdp import ScheduleError
 
-from .._drive.watch import version
+from .._drive.buffers import version
 
 __all__ = ["Contents", "ModuleState", "StatePlace", "copied", "may_go_on"]
 

@@ -10,11 +10,9 @@ import torch.nn as nn
 from .draws import DrawPoint, DrawSources
 from .given import GivenInputs
 from .habits import Habits
-from .kept_outputs import KeptOutput
 from .module_state import ModuleState, StatePlace
-from .moves import MoveGroup
-from .parts import KeptPart, PartCall
-from .storage_moves import storage_of
+from .moves import MoveGroup, storage_of
+from .parts import KeptOutput, KeptPart, PartCall
 
 __all__ = ["PartRecord", "RegionRecord"]
 

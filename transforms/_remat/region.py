@@ -18,9 +18,8 @@ import torch.nn as nn
 
 from .given import GivenInputs
 from .habits import Habits
-from .recomputation import Recomputation
 from .records import RegionRecord
-from .region_forward import RegionForward
+from .region_forward import Recomputation, RegionForward
 
 __all__ = ["Region"]
 

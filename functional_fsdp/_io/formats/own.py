@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ..._common.errors import CheckpointError
-from ..._spec.cuts import Cuts, boxes, part_shape
+from ..._spec.placement import Cuts, boxes, part_shape
 from ..contents import Contents, number_of
 from ..manifest import NOTE, read_note, sizes, tensors_of
 from ..parts import PLACE
-from ..pieces import Dim, piece_of, strides_of
-from ..recut import cuts_in, names_by_place
+from ..pieces import Dim, cuts_in, names_by_place, piece_of, strides_of
 from ..safetensors_file import Entry
 from ..spans import Cut, numel_of, run
 
