@@ -35,6 +35,7 @@ class Actor:
         self.varied = False  # ranks left out other units in each microbatch of this step
         self.looked = False  # units were used in it that the schedule does not have there
         self.apart = False  # ranks do different things in it
+        self.strayed = False  # units were used in it in another order than the plan's
         self.unvoted: Wrong | None = None  # gradients of it that its `step` may not take
         layout = state.layout
         self.unit_of = {path: unit.name for unit in layout.units for path in unit.paths}
@@ -64,7 +65,7 @@ class Actor:
     @property
     def unclear(self) -> bool:
         """Whether ranks cannot know where a microbatch of this step ends: its `step` may be refused."""
-        return self.varied or (self.looked and self.apart)
+        return self.varied or (self.apart and (self.looked or self.strayed))
 
     @property
     def now(self) -> fsdp.State:
@@ -134,6 +135,9 @@ class Actor:
         used = [unit for unit in order if unit not in skipped]
         step = 2 if op.get("pairs") else 1
         groups = [used[i : i + step] for i in range(0, len(used), step)]
+        if state.cursor is not None and not self._skipped(op, self.rank):
+            uses = [unit for group in groups for unit in group]
+            self.strayed = self.strayed or [use.unit for use in state.cursor.plan.uses] != [*uses, *reversed(uses)]
         late, held = op.get("late", {}).get(str(self.rank), 0), []
         for group in groups:
             state, _ = self._weights(state, group, op)
@@ -211,7 +215,7 @@ class Actor:
         if self.unvoted is not None:
             raise self.unvoted
         self.middle = None
-        self.micros, self.varied, self.apart = 0, False, False
+        self.micros, self.varied, self.apart, self.strayed = 0, False, False, False
         self.looked = self.looked and self.state.spec.schedule.order == "recorded"  # the schedule has it from now on
         self.oracle.step(bool(op.get("skip")))
         if int(self.state.count) != self.oracle.steps:
