@@ -65,7 +65,7 @@ def test_what_failed_once_is_right(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "column"), [("remat:8103:13", "right"), ("functions:8101:99", "right"), ("specs:8102:3", "unfit")]
+    ("name", "column"), [("remat:8103:13", "right"), ("functions:8101:99", "right"), ("specs:8102:3", "refused")]
 )
 def test_what_failed_once_on_simulated_ranks(name: str, column: str) -> None:
     """A frozen unit that the backward uses last, twice in a step; and ranks that wait for each other in a circle, over
