@@ -429,7 +429,7 @@ class Observation:
             draw_lanes(page, planned, end, scale, colours, ())
         waited = one.waited * scale
         page.text(f"measured; compute waits {waited:,.3g} {name}, where hatched")
-        panel = draw_lanes(page, seen, end, scale, colours, [(w.begin, w.end) for w in one.waits], below=0.6)
+        panel = draw_lanes(page, seen, end, scale, colours, [("compute", w.begin, w.end) for w in one.waits], below=0.6)
         panel.axes.set_xlabel(f"time ({name})", fontsize=10, color=INK)
         panel.ticked = "x"
         panel.axes.grid(axis="x", color=FAINT, linewidth=0.7)

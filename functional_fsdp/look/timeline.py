@@ -19,9 +19,8 @@ from .._common.tree import PathIndex, bytes_text
 from .._plan.plan import REDUCTIONS_AT_ONCE, Plan, PlannedUnit
 from .draw import EXPOSED, FAINT, INK, Page, Panel, binary_scale, colours_of
 
-__all__ = ["LANES", "SCALES", "Span", "Timeline", "draw_lanes", "draw_timeline", "predict", "timeline"]
+__all__ = ["SCALES", "Span", "Timeline", "draw_lanes", "draw_timeline", "predict", "timeline"]
 
-LANES = ("gather", "compute", "reduce")
 SCALES = ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))
 
 
@@ -42,9 +41,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A predicted step: every lane's spans in order of time."""
+    """A predicted step: every lane's spans in order of time. Of several ranks each has a lane "compute 0", ...; their
+    collectives are on the lanes that all share."""
 
     spans: tuple[Span, ...]
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """The lanes, as a picture has them from above."""
+        computes = {span.lane for span in self.spans if span.lane.startswith("compute")} or {"compute"}
+        return "gather", *sorted(computes, key=lambda lane: (len(lane), lane)), "reduce"
 
     @property
     def seconds(self) -> float:
@@ -59,8 +65,8 @@ class Timeline:
         return sum(span.seconds for span in self.lane(name))
 
     def hidden(self, name: str) -> float:
-        """The share of a lane's seconds during which compute works too: 1.0 is all of it."""
-        spans, compute, i, both = self.lane(name), self.lane("compute"), 0, 0.0
+        """The share of a lane's seconds during which compute works too, the first rank's: 1.0 is all of it."""
+        spans, compute, i, both = self.lane(name), self.lane(self.lanes[1]), 0, 0.0
         for span in spans:
             while i and compute[i - 1].end > span.begin:
                 i -= 1
@@ -71,9 +77,10 @@ class Timeline:
 
 
 def predict(
-    plan: Plan, *, gather: float, reduce: float, compute: float | Mapping[str, float], backward: float = 2.0
-) -> Timeline:
-    """Run a plan on three lanes, each one thing at a time.
+    plan: Plan, *, gather: float, reduce: float, compute: float | Mapping[str, float], backward: float = 2.0,
+    ranks: Sequence[float] = (1.0,),
+) -> Timeline:  # fmt: skip
+    """Run a plan on three lanes, each one thing at a time; with several ranks a collective begins when all are there.
 
     A use that reduces is a backward. Gathers are issued as the plan says, when compute comes to the use that starts
     them; a host that runs ahead of the device does no worse.
@@ -82,41 +89,50 @@ def predict(
         gather, reduce: bandwidths, in bytes of the whole unit (of its staging) a second.
         compute: seconds of a unit's forward, for all, or by names and patterns of units (0 where none matches).
         backward: seconds of a backward for each second of the forward.
+        ranks: seconds of each rank's compute for each second of the times above.
 
     Raises:
-        SpecError: a bandwidth that is not positive, or times that are negative.
+        SpecError: a bandwidth that is not positive, times that are negative, or no ranks.
     """
     for what, rate in (("gather", gather), ("reduce", reduce)):
         if not rate > 0:
             raise SpecError(f"timeline({what}={rate!r}): expected bytes a second, more than 0, as 300e9 for 300 GB/s.")
     given = compute if isinstance(compute, Mapping) else {"*": compute}
     times = _seconds(given, [*plan.by_name])
-    slow = {name: time for name, time in {**given, **times, "backward": backward}.items() if not time >= 0}
+    factors = {f"ranks[{i}]": factor for i, factor in enumerate(ranks)}
+    slow = {name: time for name, time in {**given, **times, "backward": backward, **factors}.items() if not time >= 0}
     if slow:
         raise SpecError(f"timeline(compute): {slow} is negative; expected seconds of at least 0.")
+    if not ranks:
+        raise SpecError("timeline(ranks=()): expected a number for each rank, as (1.0, 1.0, 1.5) for a slow third one.")
     spans: list[Span] = []
-    free = dict.fromkeys(LANES, 0.0)
+    computes = ["compute"] if len(ranks) == 1 else [f"compute {rank}" for rank in range(len(ranks))]
+    free = dict.fromkeys(("gather", *computes, "reduce"), 0.0)
     ready: dict[int, float] = {}
     reduced: list[float] = []  # when each reduction is done
     for k, use in enumerate(plan.uses):
-        here = free["compute"]
+        here = max(free[lane] for lane in computes)
         for item in plan.gathers[len(ready) : plan.due[k]]:
             begin = max(here, free["gather"])
             ready[item.first] = free["gather"] = begin + plan.by_name[item.unit].nbytes / gather
             spans.append(Span("gather", item.unit, item.first, begin, ready[item.first]))
-        begin = max(here, ready.get(k, 0.0))
         factor = backward if use.reduces else 1.0
-        free["compute"] = done = begin + times[use.unit] * factor
-        spans.append(Span("compute", use.unit, k, begin, done))
+        for lane, rank in zip(computes, ranks, strict=True):
+            begin = max(free[lane], ready.get(k, 0.0))
+            free[lane] = begin + times[use.unit] * factor * rank
+            spans.append(Span(lane, use.unit, k, begin, free[lane]))
+        done = max(free[lane] for lane in computes)
         while len(reduced) < len(plan.reductions) and plan.reductions[len(reduced)].use <= k:
             reduction = plan.reductions[len(reduced)]
             if len(reduced) >= REDUCTIONS_AT_ONCE:  # the copy into staging waits for the bytes of the last but one
-                free["compute"] = done = max(done, reduced[-REDUCTIONS_AT_ONCE])
+                free |= {lane: max(free[lane], reduced[-REDUCTIONS_AT_ONCE]) for lane in computes}
+                done = max(free[lane] for lane in computes)
             begin = max(done, free["reduce"])
             free["reduce"] = begin + reduction.nbytes / reduce
             reduced.append(free["reduce"])
             spans.append(Span("reduce", reduction.unit, k, begin, free["reduce"]))
-    return Timeline(tuple(sorted(spans, key=lambda span: (span.begin, span.end, LANES.index(span.lane)))))
+    order = [*free]
+    return Timeline(tuple(sorted(spans, key=lambda span: (span.begin, span.end, order.index(span.lane)))))
 
 
 def _seconds(times: Mapping[str, float], units: Sequence[str]) -> dict[str, float]:
@@ -135,6 +151,7 @@ def timeline(
     reduce: float,
     compute: float | Mapping[str, float],
     backward: float = 2.0,
+    ranks: Sequence[float] = (1.0,),
 ) -> Timeline:
     """Draw the predicted step of a plan: lanes over time above, arena addresses over time below. Needs no GPU.
 
@@ -143,17 +160,19 @@ def timeline(
         gather, reduce: bandwidths, in bytes of the whole unit (of its staging) a second.
         compute: seconds of a unit's forward, for all units, or by name or pattern: `{"blocks.*": 2e-3, "*": 1e-4}`.
         backward: seconds of a backward for each second of the forward.
+        ranks: seconds of each rank's compute for each second of the times above: `(1, 1, 1, 1.5)` for a slow fourth
+            one. Each rank has a lane of its own for compute; a gather or reduction begins when all ranks are there.
 
     Returns:
         The `Timeline` that was drawn: its spans in seconds, and how much of each lane compute hides.
 
     Raises:
-        SpecError: a bandwidth or a time that is not above 0. ImportError: matplotlib is missing:
+        SpecError: a bandwidth that is not above 0, a time below it, or no ranks. ImportError: matplotlib is missing:
         `pip install "functional-fsdp[plots]"`.
 
     Example: `fsdp.timeline(plan, "step.png", gather=200e9, reduce=200e9, compute=2e-3)`.
     """
-    found = predict(plan, gather=gather, reduce=reduce, compute=compute, backward=backward)
+    found = predict(plan, gather=gather, reduce=reduce, compute=compute, backward=backward, ranks=ranks)
     draw_timeline(plan, found, path)
     return found
 
@@ -175,11 +194,13 @@ def draw_timeline(plan: Plan, timeline: Timeline, path: str | PathLike[str]) -> 
     page.text(title, 15, INK, 0.36, weight="bold")
     shares = (f"{timeline.hidden(lane):.0%} of the {lane} lane" for lane in ("gather", "reduce"))
     page.text(f"compute hides {' and '.join(shares)}; it waits where hatched")
-    waits, at = [], 0.0
-    for span in timeline.lane("compute"):
-        if span.seconds and span.begin - at > 1e-4 * timeline.seconds:
-            waits.append((at, span.begin))
-        at = span.end if span.seconds else at
+    waits = []
+    for lane in timeline.lanes[1:-1]:
+        at = 0.0
+        for span in timeline.lane(lane):
+            if span.seconds and span.begin - at > 1e-4 * timeline.seconds:
+                waits.append((lane, at, span.begin))
+            at = span.end if span.seconds else at
     head = draw_lanes(page, timeline, end, scale, colours, waits)
 
     page.text(
@@ -208,19 +229,20 @@ def draw_timeline(plan: Plan, timeline: Timeline, path: str | PathLike[str]) -> 
 
 def draw_lanes(
     page: Page, timeline: Timeline, end: float, scale: float, colours: Mapping[str, Any],
-    waits: Sequence[tuple[float, float]], below: float = 0.15,
+    waits: Sequence[tuple[str, float, float]], below: float = 0.15,
 ) -> Panel:  # fmt: skip
-    """Lanes over time, up to `end` in units of 1 / `scale` seconds; hatched where compute waits, in seconds."""
-    head = page.panel(2.3, (end * 1.01, 3.0), below)
-    rows = {"gather": 2.0, "compute": 1.0, "reduce": 0.0}
+    """Lanes over time, up to `end` in units of 1 / `scale` seconds; hatched where a lane waits (seconds)."""
+    count = len(timeline.lanes)
+    head = page.panel(2.3 * count / 3, (end * 1.01, count), below)
+    rows = {lane: count - 1.0 - i for i, lane in enumerate(timeline.lanes)}
     for name, y in rows.items():
         head.box(0, y + 0.14, end, 0.72, facecolor="#f4f5f7", edgecolor="none")
         for span in timeline.lane(name):
             label = span.unit if span.seconds else ""
             x, w = span.begin * scale, span.seconds * scale
             head.box(x, y + 0.14, w, 0.72, label, facecolor=colours[span.unit])
-    for begin, stop in waits:
-        wait = (begin * scale, 1.14, (stop - begin) * scale, 0.72)
+    for lane, begin, stop in waits:
+        wait = (begin * scale, rows[lane] + 0.14, (stop - begin) * scale, 0.72)
         head.box(*wait, facecolor="none", edgecolor=EXPOSED, hatch="////")
     head.rows({name: y + 0.5 for name, y in rows.items()})
     return head
@@ -229,8 +251,8 @@ def draw_lanes(
 def _lives(unit: PlannedUnit, timeline: Timeline) -> list[tuple[float, float, float, list[Span]]]:
     """(gather begins, gather ends, bytes are free, what computes meanwhile), for each life of a unit; in seconds."""
     gathers = [span for span in timeline.lane("gather") if span.unit == unit.name]
-    compute = [span for span in timeline.lane("compute") if span.unit == unit.name]
-    done = {span.use: span.end for span in timeline.lane("compute")}
+    compute = [span for span in timeline.lane(timeline.lanes[1]) if span.unit == unit.name]
+    done = {span.use: span.end for span in timeline.lane(timeline.lanes[1])}
     found = []
     for span, (first, end) in zip(gathers, unit.lives, strict=True):
         within = [one for one in compute if first <= one.use <= end and one.seconds]

@@ -702,6 +702,28 @@ def test_several_reductions_after_one_use_take_turns_in_staging() -> None:
     assert all(a.end <= b.begin for a, b in pairwise(timeline.lane("reduce")))
 
 
+def test_a_slow_rank_keeps_the_others_waiting() -> None:
+    """Of three ranks the last takes twice as long: collectives go by it, and in the end all the others wait for it."""
+    p = make_plan(stack([1024] * 3), Schedule(prefetch=1))
+    times = {"gather": 4096.0, "reduce": 4096.0, "compute": 2.0}
+    alone, slow, timeline = (
+        predict(p, **times),
+        predict(p, **times | {"compute": 4.0}),
+        predict(p, **times, ranks=(1, 1, 2)),
+    )
+    assert timeline.lanes == ("gather", "compute 0", "compute 1", "compute 2", "reduce")
+    for lane in ("gather", "reduce"):
+        assert timeline.lane(lane) == slow.lane(lane) != alone.lane(lane)
+    mine, last = timeline.lane("compute 0"), timeline.lane("compute 2")
+    assert [(s.begin, s.end) for s in last] == [(s.begin, s.end) for s in slow.lane("compute")]
+    assert timeline.busy("compute 0") == alone.busy("compute")
+    assert mine[-1].end < last[-1].end
+    assert all(a.begin >= g.end for a in mine for g in timeline.lane("gather") if g.use == a.use)
+    assert predict(p, **times, ranks=(1.0,)) == alone
+    with pytest.raises(SpecError, match=r"timeline\(ranks=\(\)\): expected a number for each rank"):
+        predict(p, **times, ranks=())
+
+
 def test_the_timeline_is_drawn(tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
     fsdp.timeline(
