@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from support.peers import DECAY, LR, MORE, STEPS, PeerModel, batch_of, loss_of
+from support.peers import DECAY, LR, MORE, STEPS, WIDTH, PeerModel, batch_of, loss_of
 
 MAKERS: dict[str, Callable[[Path], None]] = {}
 RANKS: dict[str, int] = {}
@@ -190,6 +191,10 @@ def accelerate(folder: Path, version: int, kind: str) -> None:
     else:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
+        # what lies on the CPU is not moved there: torch would free it, and have every moment in one buffer
+        torch.distributed.fsdp._flat_param.FlatParamHandle.to_cpu = lambda self: nullcontext()
+        if kind == "FULL_STATE_DICT":
+            plugin.optim_state_dict_config.offload_to_cpu = False
         model = PeerModel()
         model = FullyShardedDataParallel(
             model, auto_wrap_policy=plugin.auto_wrap_policy, use_orig_params=True, device_id=torch.device("cpu")
@@ -410,6 +415,67 @@ def megatron(folder: Path) -> None:
     steps_of(step, 0, STEPS)
     dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder / "checkpoint")
     noted_fsdp2(folder, model, optimizer, step)
+
+
+@maker("megatron-fsdp-layout")
+def megatron_layout(folder: Path) -> None:
+    """The same without GPUs: a model that torch trains, cut, and given to DCP, by Megatron-FSDP's own functions."""
+    from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
+    from megatron_fsdp.param_and_grad_buffer import build_data_parallel_buffer_index
+    from megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh, model = began(), PeerModel()
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)  # frozen ones, too, as it does
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, tokens)
+        loss.backward()
+        for p in named.values():
+            if p.grad is not None:
+                dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    steps_of(step, 0, STEPS)
+    kept, rank, ranges = optimizer.state_dict(), dist.get_rank(), {}
+    gate = [*named].index("gate.weight")
+    zeros = torch.zeros_like(named["gate.weight"])
+    kept["state"][gate] = {"step": torch.tensor(1.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+    options = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+    block = [f"blocks.0.{name}" for name in ("down.weight", "up.weight", "norm.weight", "up.bias")]
+    groups = [(["embed.weight"], WIDTH), (["gate.weight"], WIDTH), (block, 42)]  # with what rows are multiples of
+    for names, factor in groups:
+        shapes = [named[name].shape for name in names]
+        items, _, own = build_data_parallel_buffer_index(shapes, rank, 2, True, options, 0, factor)
+        begin = own.global_data_index
+        for i, name in enumerate(names):
+            at = items[i].global_data_index
+            low, high = (min(max(end - at, 0), shapes[i].numel()) for end in (begin, begin + own.size))
+            ranges[name] = low, max(low, high)
+
+    def cut(name: str, whole: torch.Tensor) -> Any:
+        low, high = ranges[name]
+        local = whole.detach().reshape(-1)[low:high].view(-1, *whole.shape[1:]).clone()
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+
+    weights = {}
+    for name, t in model.state_dict().items():
+        home = "embed.weight" if name == "head.weight" else name
+        weights[f"module.{name}"] = cut(home, t) if home in ranges else t
+    for i, name in enumerate(named):
+        state = {slot: t if slot == "step" else cut(name, t) for slot, t in kept["state"][i].items()}
+        kept["state"][i] = state
+    held = {"model": preprocess_state_dict_for_uneven_dtensor(weights), "optimizer": kept}
+    preprocess_state_dict_for_uneven_dtensor(held["optimizer"])
+    for i, name in enumerate(named):  # a rank keeps nothing for a leaf of which it has nothing
+        if ranges[name][0] == ranges[name][1]:
+            del kept["state"][i]
+    dcp.save(held, checkpoint_id=folder / "checkpoint")
+    moments = {n: optimizer.state[p] for n, p in named.items() if p in optimizer.state}
+    note(folder, {**named, **dict(model.named_buffers())}, moments, steps_of(step, STEPS, STEPS + MORE))
 
 
 # ---------------------------------------------------------------- Hugging Face
