@@ -9,7 +9,7 @@ load_optimizer_state(state, checkpoint)                and of the moments
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,17 @@ from .contents import Contents, Format, number_of
 from .formats.dcp import Accelerate, Dcp
 from .formats.deepspeed import DeepSpeed
 from .formats.hugging_face import HuggingFace, Peft, SafetensorsFile, onto
+from .formats.orbax import Orbax
 from .formats.own import Own
 from .formats.state_dicts import RankFiles, StateDict
-from .sources import Source, opens_paths
+from .sources import Rename, Source, opens_paths, renamed
 from .spans import Files, Filled, entry_values, numel_of
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
 FORMATS: tuple[Format, ...] = (
-    Own(), Peft(), Accelerate(), DeepSpeed(), Dcp(), RankFiles(), HuggingFace(), SafetensorsFile(), StateDict(),
+    Own(), Peft(), Accelerate(), DeepSpeed(), Dcp(), RankFiles(), HuggingFace(), Orbax(), SafetensorsFile(),
+    StateDict(),
 )  # fmt: skip
 ALONE: dict[type, Format] = {Dcp: HuggingFace(), RankFiles: HuggingFace()}  # what does not lie beside another one
 DAMAGED = (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, AssertionError)
@@ -140,16 +142,23 @@ class Checkpoint(Source, Mapping[str, torch.Tensor]):
                         found[name] = same
         return found
 
-    def moments(self, names: Mapping[str, str], paths: Mapping[str, str]) -> dict[str, Any]:
+    def moments(
+        self, names: Mapping[str, str], paths: Mapping[str, str], trained: Container[str], rename: Rename | None = None
+    ) -> dict[str, Any]:
         """What an optimizer keeps, for `load_optimizer_state`: {"NAME.path": tensor} for its own names and leaves.
 
         Args:
             names: the optimizer's name -> that in the files. paths: all paths of leaves -> the one that holds the leaf.
+            trained: paths of leaves that train; of others nothing is wanted.
+            rename: from a leaf's path to its name here.
         """
-        theirs, ours = self.prefix_for(paths)
+        theirs, ours = ("", "") if rename else self.prefix_for(paths)
+        called = {path: renamed(path, rename, theirs, ours) for path in paths}
         found: dict[str, Any] = {}
         for path, home in paths.items():
-            name = theirs + path.removeprefix(ours)
+            if home not in trained:
+                continue
+            name = called[path]
             kept = self.contents.moments.get(name, {})
             if name in self.contents.steps:
                 kept = {**kept, "step": Filled((), torch.float32, self.steps[name])}
@@ -159,7 +168,7 @@ class Checkpoint(Source, Mapping[str, torch.Tensor]):
                 if slot in kept:
                     found.setdefault(f"{mine}.{home}", kept[slot])
         if found:  # and what no leaf, or nothing that the optimizer keeps, is: whoever reads it decides
-            leaves = {theirs + path.removeprefix(ours) for path in paths}
+            leaves = {*called.values()}
             mine_of = {slot: mine for mine, slot in names.items()}
             for leaf, kept in self.contents.moments.items():
                 for slot, one in kept.items():
@@ -201,10 +210,11 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Find out what a folder or a file of weights is, whoever wrote it. Reads no tensor, and runs nothing of it.
 
-    Known are: this library's checkpoints; folders of torch.distributed.checkpoint, as FSDP2, torchtitan, Accelerate and
-    Lightning write them, with optimizer states by name; DeepSpeed's ZeRO-1, 2 and 3, and its universal format; files of
-    ranks with DTensors (verl); Hugging Face's folders (safetensors, torch.save, with an index or without), and those
-    that torch's DCP wrote by rank; single files of safetensors and of torch.save (Lightning's .ckpt among them).
+    Known are: this library's checkpoints; folders of torch.distributed.checkpoint, as FSDP2, torchtitan, Megatron-FSDP,
+    Accelerate and Lightning write them, with optimizer states by name or number; DeepSpeed's ZeRO-1, 2 and 3, and its
+    universal format; files of ranks with DTensors (verl); Orbax's of flax, nnx and linen, where tensorstore is
+    installed; Hugging Face's folders (safetensors, torch.save, with an index or without), and those that torch's DCP
+    wrote by rank; single files of safetensors and of torch.save (Lightning's .ckpt among them).
 
     Args:
         path: a folder or a file. All ranks must see it.

@@ -142,7 +142,12 @@ def _refuse_traced(*args: Any, **kwargs: Any) -> NoReturn:
 
 @verb(_refuse_traced)
 def load_optimizer_state(
-    state: State, source: str | os.PathLike[str] | Source | Nested, *, steps: int | None = None, partial: bool = False
+    state: State,
+    source: str | os.PathLike[str] | Source | Nested,
+    *,
+    steps: int | None = None,
+    partial: bool = False,
+    rename: Rename | None = None,
 ) -> State:
     """A State whose optimizer goes on from what another one kept: leaves of global shapes -> shards [n / ranks].
 
@@ -154,9 +159,9 @@ def load_optimizer_state(
             "exp_avg_sq" is "square". Counts of steps that leaves have missed ("missed" of `adamw`) may be there or not:
             without them every leaf has had every step.
         steps: how many steps were taken, for what follows the count (bias corrections, schedules). None: as the
-        checkpoint
-            says, or else as `state`.
+            checkpoint says, or else as `state`.
         partial: True where some may be missing, which stay as they are, and others be there.
+        rename: of another package's checkpoint: from a leaf's path to its name there, as for `load_weights`.
 
     Returns:
         a State between steps, without gradients. Weights, rng and extras are copies of the old one's.
@@ -186,7 +191,7 @@ def load_optimizer_state(
         nonlocal steps
         if steps is not None and (type(steps) is not int or steps < 0):
             raise SpecError(f"load_optimizer_state(steps={steps!r}): expected a whole number, 0 or more, or None.")
-        given, taken = _source(state, source)
+        given, taken = _source(state, source, rename)
         steps = taken if steps is None else steps
         found, topics = same_source(given, {})
         return found, [*topics, Topic([f"steps: {steps}"], SpecError, "numbers", "one", "Give every rank the same.")]
@@ -216,8 +221,10 @@ def load_optimizer_state(
     return renewed(state, trees, True, steps)
 
 
-def _source(state: State, source: Any) -> tuple[Source, int | None]:
+def _source(state: State, source: Any, rename: Rename | None) -> tuple[Source, int | None]:
     """What there is, and how many steps were taken, where it says so."""
+    if rename is not None and isinstance(source, Mapping) and not isinstance(source, Source):
+        raise SpecError("load_optimizer_state(rename=): names of a mapping are its own. Rename them there.")
     if (
         isinstance(source, Mapping)
         and not isinstance(source, Source)
@@ -229,10 +236,10 @@ def _source(state: State, source: Any) -> tuple[Source, int | None]:
     if not getattr(found, "optimizer", None):
         return found, None  # names as "mean.layers.0.w"
     there: Any = found
-    return Source(found.what, _of_checkpoint(state, there)), there.step
+    return Source(found.what, _of_checkpoint(state, there, rename)), there.step
 
 
-def _of_checkpoint(state: State, there: Any) -> dict[str, Any]:
+def _of_checkpoint(state: State, there: Any, rename: Rename | None) -> dict[str, Any]:
     """What a checkpoint has for this state's optimizer, under its own names.
 
     Raises:
@@ -241,7 +248,8 @@ def _of_checkpoint(state: State, there: Any) -> dict[str, Any]:
     every = with_counts(state, state.layout.trainable)  # "missed", which a state has where a leaf ever missed a step
     names = {n.path: THEIRS.get(n.path, n.path) for n in nodes_of(every.opt) if isinstance(n.value, FlatBuffer)}
     paths = dict(zip(state.layout.paths, state.layout.source, strict=True))
-    found: dict[str, Any] = there.moments(names, paths)
+    trained = {leaf.path for name in state.layout.trainable for leaf in state.layout.buckets[name].leaves}
+    found: dict[str, Any] = there.moments(names, paths, trained, rename)
     if not found:
         has = sorted({name for some in there.optimizer.values() for name in some})
         raise TreeError(

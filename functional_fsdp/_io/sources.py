@@ -22,7 +22,7 @@ from .conversions import Conversions, checked, part_of, same_conversions
 from .pieces import Piece, blocks, pieces
 from .spans import Files, entry_values
 
-__all__ = ["Rename", "Source", "fill", "opened", "opens_paths", "same_source", "weights_given"]
+__all__ = ["Rename", "Source", "fill", "opened", "opens_paths", "renamed", "same_source", "weights_given"]
 
 Leaves = dict[str, tuple[tuple[int, ...], torch.dtype, Cuts]]  # shape, dtype, and how it is cut, by path
 Rename = Callable[[str], str] | Mapping[str, str]
@@ -129,6 +129,11 @@ def _tensors(what: str, held: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
     return dict(held)
 
 
+def renamed(path: str, rename: Rename | None, theirs: str, ours: str) -> str:
+    """What a leaf is called in a source: as is said, or else with another beginning."""
+    return rename(path) if callable(rename) else (rename or {}).get(path, theirs + path.removeprefix(ours))
+
+
 def fill(
     main: Mapping[str, FlatBuffer],
     buffers: Mapping[str, torch.Tensor],
@@ -155,7 +160,7 @@ def fill(
     """
 
     def there(path: str) -> list[Piece]:
-        named = rename(path) if callable(rename) else (rename or {}).get(path, theirs + path.removeprefix(ours))
+        named = renamed(path, rename, theirs, ours)
         shape, _, cuts = leaves[aliases.get(path, path)]
         said = part_of(convert.get(path, source.held_as(named)), whole_shape(shape, cuts), cuts, at)
         return pieces(path, shape, said)

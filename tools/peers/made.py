@@ -474,9 +474,10 @@ def megatron_layout(folder: Path) -> None:
         if ranges[name][0] == ranges[name][1]:
             del kept["state"][i]
     dcp.save(held, checkpoint_id=folder / "checkpoint")
-    moments: Any = {n: optimizer.state[p] for n, p in named.items() if p in optimizer.state}
+    moments = {n: copy.deepcopy(optimizer.state[p]) for n, p in named.items() if p in optimizer.state}
     moments["gate.weight"] = {"exp_avg": zeros, "exp_avg_sq": zeros}
-    note(folder, {**named, **dict(model.named_buffers())}, moments, steps_of(step, STEPS, STEPS + MORE))
+    whole_ones = {n: t.detach().clone() for n, t in (*named.items(), *model.named_buffers())}
+    note(folder, whole_ones, moments, steps_of(step, STEPS, STEPS + MORE))
 
 
 # ---------------------------------------------------------------- Hugging Face

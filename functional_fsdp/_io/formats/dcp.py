@@ -1,7 +1,10 @@
-"""DCP: folders of torch.distributed.checkpoint, as FSDP2, torchtitan, Accelerate and Lightning write them.
+"""DCP: folders of torch.distributed.checkpoint, as FSDP2, torchtitan, Megatron-FSDP, Accelerate and Lightning write
+them.
 
 .metadata         a pickle: of each tensor its chunks (boxes), of each chunk its file, byte and length
 __0_0.distcp      what torch.save wrote of each chunk, end to end
+
+Optimizer states are there by names of leaves (`get_state_dict`), or by numbers (`optimizer.state_dict()`).
 
 Accelerate: what `save_state` and `save_fsdp_model` write.
 
@@ -13,6 +16,7 @@ model.safetensors, optimizer.bin               without FSDP; of transformers' Tr
 from __future__ import annotations
 
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,7 @@ from typing import Any
 import torch
 
 from ..._common.errors import CheckpointError
-from ..contents import Contents, buffers_by_shards, sorted_out, steps_from
+from ..contents import Contents, buffers_by_shards, by_number, sorted_out, steps_from
 from ..pickles import Inert, read_pickle, read_saved, saved_tensor
 from ..safetensors_file import Entry
 from ..spans import Blob, Cut, box, numel_of
@@ -39,8 +43,10 @@ class Dcp:
         return path.is_dir() and (path / METADATA).exists()
 
     def read(self, path: Path) -> Contents:
-        named, version, world = dcp_tensors(path)
+        named, version, world, groups = dcp_tensors(path)
         weights, moments, others, prefix = sorted_out(named)
+        if not moments:
+            moments, others = _by_number(path, named, groups, weights, others)
         steps = steps_from(moments)
         return Contents(
             "torch.distributed.checkpoint",
@@ -55,8 +61,31 @@ class Dcp:
         )
 
 
-def dcp_tensors(path: Path) -> tuple[dict[str, Any], str | None, int]:
-    """Every tensor of a folder by its name there, the format's version, and how many ranks wrote files.
+NUMBERED = re.compile(r"^(?:[\w-]*\.)*?state\.(\d+)\.(\w+)$")
+GROUPS = re.compile(r"^(?:[\w-]*\.)*?param_groups(?:\.(?P<group>\d+)\.params)?$")
+
+
+def _by_number(
+    path: Path, named: dict[str, Any], groups: list[list[int]], weights: dict[str, Any], others: list[str]
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Moments that are there by numbers, by the names of weights; and what else is left."""
+    state: dict[int, dict[str, Any]] = {}
+    read = []
+    for name in others:
+        match = NUMBERED.match(name)
+        if match is not None:
+            state.setdefault(int(match[1]), {})[match[2]] = named[name]
+            read.append(name)
+    if not state:
+        return {}, others
+    order = [{"params": numbers} for numbers in groups or [sorted(state)]]
+    moments, why = by_number(path / METADATA, state, order, weights)
+    return moments, [why, *others] if why else [name for name in others if name not in read]
+
+
+def dcp_tensors(path: Path) -> tuple[dict[str, Any], str | None, int, list[list[int]]]:
+    """Every tensor of a folder by its name there, in the order of what was saved; the format's version; how many ranks
+    wrote files; and the numbers that an optimizer has for its leaves, by groups.
 
     Raises:
         CheckpointError: naming the file that is damaged, missing, cut short or of another checkpoint.
@@ -67,16 +96,23 @@ def dcp_tensors(path: Path) -> tuple[dict[str, Any], str | None, int]:
     try:
         tensors, places = about.state_dict_metadata, _places(path, about.storage_data)
         version = about.version if isinstance(getattr(about, "version", None), str) else None
-        found = {}
-        for name, one in tensors.items():
-            if isinstance(one, Inert) and one.name.endswith(".TensorStorageMetadata"):
-                found[name] = _tensor(path, name, one, places)
+        order = {name: i for i, name in enumerate(getattr(about, "planner_data", None) or ())}
+        found: dict[str, Any] = {}
+        groups: dict[int, list[int]] = {}
+        for name in sorted(tensors, key=lambda name: order.get(name, -1)):
+            match = GROUPS.match(name)
+            if isinstance(tensors[name], Inert) and tensors[name].name.endswith(".TensorStorageMetadata"):
+                found[name] = _tensor(path, name, tensors[name], places)
+            elif match is not None and (name, ()) in places:
+                there, begin, length = places[name, ()]
+                held, _ = read_saved(path / there, begin, length)
+                groups |= {int(match["group"]): held} if match["group"] else dict(enumerate(g["params"] for g in held))
     except CheckpointError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where} is no metadata of torch.distributed.checkpoint: {error}.") from None
     ranks = {file.split("_")[2] for file, *_ in places.values() if file.count("_") >= 3}
-    return found, version, len(ranks)
+    return found, version, len(ranks), [groups[i] for i in sorted(groups)]
 
 
 Places = dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]
@@ -153,7 +189,7 @@ class Accelerate:
             found = Dcp().read(path / SHARDED)
             found.format = "Accelerate FSDP, sharded"
             if (path / "optimizer_0").is_dir():
-                named, _, _ = dcp_tensors(path / "optimizer_0")
+                named, *_ = dcp_tensors(path / "optimizer_0")
                 _, found.moments, others, _ = sorted_out(named)
                 found.left = (*found.left, *others)
             found.buffers = buffers_by_shards(found.tensors, found.moments)
