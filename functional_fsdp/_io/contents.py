@@ -218,12 +218,12 @@ def buffers_by_shards(weights: Mapping[str, Any], moments: Mapping[str, Any]) ->
     return frozenset((numbers | whole) - moments.keys())
 
 
-def number_of(one: Any) -> int:
-    """A count of steps: a number, or a tensor of one, wherever it lies."""
+def number_of(one: Any, what: str) -> int:
+    """A count of steps: a number, or a tensor of one, wherever it lies. `what`: whose it is, for errors."""
     found = one
     if not isinstance(one, int | float) and numel_of(getattr(one, "shape", (0,))) == 1:
         with Files() as files:
             found = entry_values(one, 0, 1, files).to(torch.float64).item()
     if not isinstance(found, int | float) or not 0 <= found < 2**63 or found != int(found):
-        raise CheckpointError(f"a count of steps is {found!r}; expected one whole number, 0 or more.")
+        raise CheckpointError(f"{what}: a count of steps is {found!r}; expected one whole number, 0 or more.")
     return int(found)

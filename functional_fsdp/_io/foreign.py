@@ -112,7 +112,7 @@ class Checkpoint(Source, Mapping[str, torch.Tensor]):
     @cached_property
     def steps(self) -> dict[str, int]:
         """Steps that the moments of each leaf have seen."""
-        return {leaf: number_of(one) for leaf, one in self.contents.steps.items()}
+        return {leaf: number_of(one, f"{self.path}: {leaf!r}") for leaf, one in self.contents.steps.items()}
 
     @property
     def step(self) -> int | None:

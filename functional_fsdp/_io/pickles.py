@@ -316,7 +316,7 @@ class Saved:
         """The byte of the file at which a record begins, and how many bytes it has. Sums are not looked at: torch can
         be told to write none."""
         info = self.records.get(name)
-        if info is None or info.compress_type != zipfile.ZIP_STORED:
+        if info is None or info.compress_type != zipfile.ZIP_STORED or info.header_offset < 0:
             raise CheckpointError(f"{self.path} is no file of torch.save, or it is damaged: it has no {name!r}.")
         file.seek(self.start + info.header_offset)
         head = file.read(30)
@@ -377,9 +377,9 @@ def read_saved(path: Path, start: int = 0, length: int | None = None) -> tuple[A
 def _legacy(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
     except Exception as error:  # whatever an unpickler meets
+        if isinstance(error, OSError) and error.filename:
+            raise
         raise CheckpointError(
             f"{path} is no file of torch.save, or it is damaged, or wants something to be run: {_said(error)}."
         ) from None
