@@ -35,7 +35,7 @@ from ._io.conversions import Concatenated, Sliced, Stacked, Transposed, conversi
 from ._io.foreign import Checkpoint, open_checkpoint
 from ._io.load_weights import load_optimizer_state, load_weights, optimizer_state
 from ._io.safetensors import save_safetensors
-from ._io.stream import WeightDelta, WeightSnapshot, apply_delta, delta, snapshot, stream
+from ._io.stream import WeightDelta, WeightSnapshot, apply_delta, delta, snapshot, stream, stream_to
 from ._io.to_dcp import save_dcp
 from ._launch.launch import LaunchError, launch, local_mesh, workers
 from ._launch.simulated import Simulation, simulate
@@ -216,6 +216,7 @@ __all__ = [
     "state_dict",
     "step",
     "stream",
+    "stream_to",
     "symmetric",
     "tie",
     "timeline",

@@ -401,7 +401,7 @@ class Lanes:
         """The lane whose communicators a traced step uses for this lane's collectives."""
         raise NotImplementedError
 
-    def keep(self, *tensors: torch.Tensor) -> None:
+    def keep(self, *tensors: torch.Tensor, lanes: tuple[str, ...] = ("reduce", "outer")) -> None:
         """These are given back while lanes may still use them. (A job of the host's holds what it uses.)"""
 
     def let_go(self, marks: list[Mark]) -> None:

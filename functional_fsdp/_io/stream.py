@@ -8,7 +8,7 @@ What becomes of them is the caller's: shared memory, a process group, a folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ __all__ = [
     "none_apart",
     "snapshot",
     "stream",
+    "stream_to",
 ]
 
 Named = dict[str, torch.Tensor]
@@ -60,7 +61,7 @@ def stream(
 
     Args:
         state: any state that no step has consumed. It is not consumed. A next step may compute meanwhile, between two
-            units; its `step` ends the stream, since it changes the weights in place.
+            units; its `step` ends the stream, since it changes the weights in place. (See `stream_to` for a lane.)
         dtype: of floating leaves, in which they travel, too; None: that of `Precision.main`.
         convert: as for `save_safetensors`.
         rank: the only one that gets tensors; others take part, and get empty mappings. None: all ranks do.
@@ -93,6 +94,67 @@ def stream(
     cuts = checked(convert, (*state.layout.paths, *flatten(state.buffers)[0]))
     none_apart(state, "stream")
     return _units(state, dtype, cuts, rank is None or run.ranks[run.rank] == rank)
+
+
+def stream_to(
+    put: Callable[[str, Named], Any],
+    state: State,
+    *,
+    dtype: torch.dtype | None = None,
+    convert: Conversions | None = None,
+    rank: int | None = None,
+) -> Callable[[], None]:
+    """Have `stream` give each unit to a function, on a lane of its own: beside what compute is given next.
+
+    Compute may go on with the next step at once. That step's update waits for the gathers on the device, as does all
+    else that changes the weights; a step that is compiled whole, or in a graph, waits at its beginning. On the CPU the
+    lane is the host's present: all has gone by when this returns.
+
+    Args:
+        put: is called as `put(unit, {name: tensor})`, in the order of the plan. On a GPU the lane is then the current
+            stream: copies that are enqueued there (`non_blocking`, to pinned memory) come in order, and the tensors may
+            go when it returns. An error of its own is raised when all units have gone by, so that peers do not wait.
+        state, dtype, convert, rank: as for `stream`.
+
+    Returns:
+        a function that blocks the host until all that was enqueued is done.
+
+    Memory: a unit, whole; a second time what `convert` puts together.
+
+    Raises:
+        as `stream`, and what `put` raises.
+
+    Collective: as `stream`, all of it in this call.
+
+    Example:
+        >>> shared = {name: torch.empty_like(t) for name, t in fsdp.full_params(state).items()}
+        >>> arrived = fsdp.stream_to(lambda unit, named: [shared[n].copy_(t) for n, t in named.items()], state)
+        >>> state = fsdp.step(fsdp.reduce(*fsdp.unshard(state)))
+        >>> arrived()
+    """
+    units = stream(state, dtype=dtype, convert=convert, rank=rank)
+    failed: list[Exception] = []
+    lanes, lineage = runtime_of(state.spec.mesh).lanes, state.version.lineage
+
+    def job() -> Iterator[Any]:
+        for unit, named in units:
+            try:
+                if not failed:
+                    put(unit, named)
+            except Exception as error:
+                failed.append(error)
+            del named
+        yield from ()
+
+    read = [buffer.local for buffer in state.main.values()]
+    lanes.keep(*read, *(t for t in flatten(state.buffers)[1] if isinstance(t, torch.Tensor)), lanes=("store",))
+    try:
+        lanes.enqueue("store", job(), after=lanes.mark())
+    finally:
+        mark = lineage.reads = lanes.enqueue("store", iter(()))
+    if failed:
+        raise failed[0]
+    return lambda: None if mark is None else mark.synchronize()
 
 
 def check_dtype(what: str, dtype: Any) -> None:

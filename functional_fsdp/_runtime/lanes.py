@@ -325,9 +325,9 @@ class StreamLanes(HostLanes):
     def join(self, lane: str) -> None:
         self.current().wait_stream(self.lanes[lane])
 
-    def keep(self, *tensors: torch.Tensor) -> None:
+    def keep(self, *tensors: torch.Tensor, lanes: tuple[str, ...] = ("reduce", "outer")) -> None:
         for tensor in tensors:
-            for lane in ("reduce", "outer"):
+            for lane in lanes:
                 tensor.record_stream(self.lanes[lane])
 
     def let_go(self, marks: list[Mark]) -> None:

@@ -120,6 +120,7 @@ class Lineage:
         self.successor: Lineage | None = None  # of the state that this verb returned
         self.lent: LentTree | None = None  # the whole tree that the step has handed out last
         self.call = OpenCall()
+        self.reads: Any = None  # the mark up to which a lane reads weights beside compute
         self.taken: dict[str, Any] | None = None  # what the last step, or this verb, returned, but for the version
 
     def heir(self, run: Runtime, layout: Layout, spec: Spec, steps: int, count: torch.Tensor) -> Lineage:
@@ -384,6 +385,12 @@ class Lineage:
         if self.executor is not None:
             self.executor.sink.touched()
 
+    def end_reads(self) -> None:
+        """Weights are about to change: compute waits for what a lane reads of them. (A graph waits for all lanes.)"""
+        if self.reads is not None and not self.runtime.capturing:
+            self.runtime.lanes.wait(self.reads)
+        self.reads = None
+
     def rest(self, verb: str) -> None:
         """The step so far only looked at weights: back to the base, which every rank goes on from."""
         if self.head != self.base:
@@ -411,6 +418,7 @@ class Lineage:
 
     def moves(self, verb: str) -> None:
         """A verb begins to take what the states hold. If it is stopped, nothing has it whole."""
+        self.end_reads()
         self.moved_by, self.taken = verb, None
         self.broken = f"{verb}() was stopped while it was moving what this state held. Load the last checkpoint."
 
@@ -472,6 +480,7 @@ def begin_compiled(state: Any) -> None:
             "the one that the step began with, or the one that step() returned."
         )
     lineage.enter(version.serial, "a compiled step")
+    lineage.end_reads()
     kind, said = lineage.for_graphs()
     if said:
         refuse(kind, said)

@@ -258,6 +258,7 @@ def _changed(state: State, what: str, work: Callable[[], None], by: Any) -> Stat
     """The change itself, which cannot be taken back. An interrupt waits (and one a second later does not)."""
     lineage = state.version.lineage
     guard()
+    lineage.end_reads()
     owned = [buffer.local for buffer in state.main.values()]
     versions = [t._version for t in owned]
     try:

@@ -181,6 +181,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
             if state.grads is not reductions.grads:
                 reductions.set_gradients(state.grads)
             if executor.sink.pending is not None:
+                lineage.end_reads()
                 executor.sink.begin(state)
             before = len(reductions.grads)
             if move is not None:
@@ -203,6 +204,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
     with lineage.call:
         reductions.set_gradients(state.grads)
         if executor.sink.pending is not None:
+            lineage.end_reads()
             executor.sink.begin(state)
         executor.reduce_tree(state, total, last_microbatch)
         reductions.put_in_order()
@@ -289,6 +291,8 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     lineage.enter(state.version.serial, "step")
     state._executor.gathers.note_written()
     lineage.check_lent()
+    if lineage.reads is not None:
+        lineage.end_reads()
     if skips:
         lineage.runtime.remark("step(skip=True)")
     executor = state._executor

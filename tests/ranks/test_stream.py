@@ -13,9 +13,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from safetensors.torch import load_file
 from support.peers import PeerModel, batch_of, loss_of
+from support.streams import ordered
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
+from functional_fsdp import extend, launch
 from functional_fsdp import transforms as T
 
 CUT: dict[str, Any] = {
@@ -253,3 +254,65 @@ def test_what_is_no_dtype_block_or_state_is_named_and_a_snapshot_stays_as_it_is(
     with pytest.raises(fsdp.TreeError, match="elements 0 to 4 of 'b', the state 0 to 5"):
         fsdp.delta(since, other)
     assert torch.equal(since.parts["a"][1], torch.ones(4))
+
+
+def beside_steps(overlap: bool, wrong: bool, change: str = "step") -> list[str]:
+    """Streams on a lane beside steps have the weights with which each began; what raced."""
+    with ordered() as order:
+        mesh = fsdp.local_mesh("cpu")
+        spec = fsdp.Spec(mesh, schedule=fsdp.Schedule(overlap_update=overlap))
+        state, model = fsdp.init(PeerModel, spec, fsdp.adamw(lr=1e-2), seed=3)
+        forward_backward = T.forward_backward(model, loss_of)
+        for i in range(3):
+            before = {path: leaf.clone() for path, leaf in fsdp.full_params(state).items()}
+            del before["head.weight"]  # which is embed.weight
+            shared = {path: torch.empty_like(leaf) for path, leaf in before.items()}
+
+            def put(unit: str, named: dict[str, torch.Tensor]) -> None:
+                for name, leaf in named.items() if unit else ():
+                    shared[name].copy_(leaf)  # noqa: B023
+
+            arrived = fsdp.stream_to(put, state)
+            if wrong:
+                state.version.lineage.reads = None
+            if change == "step":
+                state, _ = forward_backward(state, batch_of(i, 0))
+                state = fsdp.step(state)
+            else:
+                state = extend.change_weights(state, "clamp", lambda: [b.local.zero_() for b in state.main.values()])  # noqa: B023
+            if not wrong:
+                assert all(torch.equal(before[name], leaf) for name, leaf in shared.items())
+        del arrived
+        return order.races
+
+
+@pytest.mark.parametrize(("overlap", "change"), [(False, "step"), (True, "step"), (False, "weights")])
+def test_what_changes_the_weights_waits_for_a_stream_on_its_lane(overlap: bool, change: str) -> None:
+    assert beside_steps(overlap, False, change) == []
+    assert any("store" in race for race in beside_steps(overlap, True, change))
+
+
+def failing(kind: str) -> Any:
+    """One rank's function raises: the other's stream goes on, and so do both states."""
+    state, model = made(kind)
+    seen: list[str] = []
+
+    def put(unit: str, named: Any) -> None:
+        seen.append(unit)
+        if dist.get_rank() == 1 and named:
+            raise ZeroDivisionError(unit)
+
+    if dist.get_rank() == 1:
+        with pytest.raises(ZeroDivisionError, match=state.units[0]):
+            fsdp.stream_to(put, state)
+    else:
+        fsdp.stream_to(put, state)()
+    stepped(state, model)
+    return seen, [*state.units, ""]
+
+
+@pytest.mark.parametrize("kind", ["zero3"])
+def test_an_error_of_the_function_comes_when_peers_have_their_units(kind: str) -> None:
+    (first, expected), (second, _) = launch(failing, (kind,), nprocs=2, simulate=True)
+    assert first == expected
+    assert second == expected[:1]

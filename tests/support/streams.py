@@ -31,7 +31,8 @@ from functional_fsdp._common.device import in_host_memory
 from functional_fsdp._distributed.lanes import gloo
 from functional_fsdp._host_memory import streamed
 from functional_fsdp._optim_extra.muon import Muon
-from functional_fsdp._runtime import runtime, stream_lanes
+from functional_fsdp._runtime import lanes as stream_lanes
+from functional_fsdp._runtime import runtime
 from functional_fsdp._runtime.lanes import STREAMS, StreamLanes
 
 __all__ = ["WAYS", "Order", "Ordered", "ordered", "trained"]
@@ -224,7 +225,7 @@ class Ordered(StreamLanes):
         self.order = order
         super().__init__(run)
 
-    def keep(self, *tensors: torch.Tensor) -> None:
+    def keep(self, *tensors: torch.Tensor, lanes: tuple[str, ...] = ()) -> None:
         for tensor in tensors:
             self.order._memory(tensor).recorded = True
 

@@ -60,7 +60,7 @@ class Own:
         for leaf, what, one in kept:  # a number for each leaf, or as many as the leaf has
             held = _span(path, one, () if what in numbers else tuple(leaves[leaf]["shape"]))
             if what == "missed":
-                missed[leaf] = number_of(held)
+                missed[leaf] = number_of(held, f"{path}: {leaf!r}")
             elif what == "step" and what in numbers:
                 steps[leaf] = held
             else:
