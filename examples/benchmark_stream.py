@@ -165,7 +165,7 @@ def streams(config: Config, rounds: int, folder: Path) -> None:
                 shared.room[name].copy_(leaf, non_blocking=True)
 
     def stream() -> None:
-        for unit, named in fsdp.stream(state, dtype=KIND):  # noqa: F821
+        for unit, named in fsdp.stream(state, dtype=KIND):
             put(unit, named)
 
     stream()  # communicators, and what allocators make

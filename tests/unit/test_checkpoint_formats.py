@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import sys
 import tarfile
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from support.peers import PeerModel
 
@@ -113,7 +117,7 @@ def fixture(name: str, tmp_path: Path) -> Path:
 
 
 def test_metadata_that_no_dcp_has_written_is_named(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint import metadata
 
     path = fixture("dcp-plain", tmp_path)
     whole = (path / ".metadata").read_bytes()
@@ -125,7 +129,7 @@ def test_metadata_that_no_dcp_has_written_is_named(tmp_path: Path) -> None:
         with pytest.raises(fsdp.CheckpointError, match=said):
             fsdp.open_checkpoint(path)
 
-    first = dcp.MetadataIndex("embed.weight", torch.Size([0, 0]), 0)
+    first = metadata.MetadataIndex("embed.weight", torch.Size([0, 0]), 0)
     spoilt(lambda m: m.storage_data.pop(first), r"says nothing of where 'embed\.weight' from \[0, 0\] on lies")
     spoilt(lambda m: m.state_dict_metadata["embed.weight"].chunks.pop(), r"chunks for 42 of the 78 elements of 'embed")
     spoilt(lambda m: setattr(m.storage_data[first], "relative_path", "../x"), r"names '\.\./x', which lies elsewhere")
@@ -240,3 +244,119 @@ def test_checkpoints_of_this_library_are_read_as_any_other(tmp_path: Path) -> No
     made = fsdp.load_optimizer_state(made, there)
     assert made.steps == 7
     assert torch.equal(fsdp.optimizer_state(made)["blocks.0.up.bias"]["square"], torch.full((7,), 2.0))
+
+
+# ---------------------------------------------------------------- Orbax
+
+NEEDS = pytest.mark.skipif(find_spec("tensorstore") is None, reason="Orbax is read by tensorstore, which is not here")
+
+
+def orbax(folder: Path, arrays: dict[str, torch.Tensor], kinds: dict[str, str] | None = None) -> Path:
+    """Arrays of zarr in folders of their own, chunks of a row, as Orbax has them without its store."""
+    tensorstore: Any = import_module("tensorstore")
+    folder.mkdir(parents=True)
+    tree = {}
+    for name, held in arrays.items():
+        store = {"driver": "file", "path": f"{folder}/{name}/"}
+        chunks = [1, *held.shape[1:]] if held.dim() else []
+        spec = {"driver": "zarr", "kvstore": store, "metadata": {"chunks": chunks}, "dtype": "float32", "create": True}
+        tensorstore.open(spec, shape=[*held.shape]).result()[...] = held.numpy()
+        keys = [{"key": key, "key_type": 2} for key in name.split(".")]
+        tree[name] = {"key_metadata": keys, "value_metadata": {"value_type": "jax.Array"}}
+    for name, kind in (kinds or {}).items():
+        tree[name] = {"key_metadata": [{"key": name}], "value_metadata": {"value_type": kind}}
+    (folder / "_METADATA").write_text(json.dumps({"tree_metadata": tree, "use_ocdbt": False, "use_zarr3": False}))
+    return folder
+
+
+@NEEDS
+def test_names_and_layouts_of_flax_become_those_of_torch(tmp_path: Path) -> None:
+    arrays = {
+        "params.dense.kernel": torch.arange(12.0).view(3, 4), "params.dense.bias": torch.ones(4),
+        "params.conv.kernel": torch.ones(3, 2, 5), "params.norm.scale": torch.ones(4),
+        "params.embed.embedding": torch.ones(5, 4),
+        "params.own.scale": torch.ones(1), "params.own.kernel": torch.ones(1, 1),
+        "batch_stats.norm.mean": torch.ones(4),
+        "batch_stats.norm.var": torch.ones(4), "opt_state.0.mu.dense.kernel": torch.arange(12.0).view(3, 4) * 2,
+        "opt_state.0.nu.dense.kernel": torch.ones(3, 4), "opt_state.0.count": torch.tensor(7.0),
+        "step": torch.tensor(7.0),
+    }  # fmt: skip
+    there = fsdp.open_checkpoint(orbax(tmp_path / "a", arrays, {"name": "string", "nothing": "None"}))
+    assert {*there} == {"dense.weight", "dense.bias", "conv.kernel", "norm.weight", "embed.weight", "own.scale",
+                        "own.weight", "norm.running_mean", "norm.running_var"}  # fmt: skip
+    assert torch.equal(there["dense.weight"], torch.arange(12.0).view(3, 4).t())
+    assert there.buffers == {"norm.running_mean", "norm.running_var"}
+    assert there.optimizer == {"dense.weight": ("exp_avg", "exp_avg_sq")}
+    assert there.step == 7
+    assert {*there.left} == {"name", "step"}
+    state = fsdp.shard({"dense.weight": torch.zeros(4, 3)}, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.adamw())
+    state = fsdp.load_optimizer_state(state, there)
+    assert torch.equal(fsdp.optimizer_state(state)["dense.weight"]["mean"], torch.arange(12.0).view(3, 4).t() * 2)
+
+
+@NEEDS
+def test_what_orbax_would_not_have_written_is_named(tmp_path: Path) -> None:
+    def spoilt(arrays: dict[str, torch.Tensor], change: Callable[[Path], Any], said: str) -> None:
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+        folder = orbax(tmp_path / "a", arrays)
+        change(folder)
+        with pytest.raises(fsdp.CheckpointError, match=said):
+            dict(fsdp.open_checkpoint(folder).items())
+
+    w = {"w": torch.ones(3, 2)}
+    spoilt(w, lambda f: (f / "w" / "1.0").unlink(), r"a: 'w' is damaged: .*chunk")
+    spoilt(w, lambda f: (f / "w" / ".zarray").write_text("{"), r"a: 'w' is damaged, or missing")
+    spoilt(w, lambda f: shutil.rmtree(f / "w"), r"a: 'w' is damaged, or missing")
+    spoilt(w, lambda f: (f / "_METADATA").write_text("[]"), r"_METADATA is damaged: TypeError")
+    outside = json.dumps({"tree_metadata": {"x": {"key_metadata": [{"key": "../w"}],
+                                                  "value_metadata": {"value_type": "jax.Array"}}}})  # fmt: skip
+    spoilt(w, lambda f: (f / "_METADATA").write_text(outside), r"names a leaf '\.\./w', which lies elsewhere")
+    both = {"a.kernel": torch.ones(2, 2), "a.weight": torch.ones(2, 2)}
+    spoilt(both, lambda f: None, r"'a\.weight' and 'a\.kernel' are both 'a\.weight' here")
+    twice = {"p.w": torch.ones(2), "opt.0.mu.w": torch.ones(2), "opt.1.mu.w": torch.ones(2)}
+    spoilt(twice, lambda f: None, r"has 'mu' of 'w' twice")
+
+
+@NEEDS
+def test_of_several_steps_the_newest_is_read_and_items_together(tmp_path: Path) -> None:
+    for step in (9, 10):
+        orbax(tmp_path / "run" / str(step) / "model", {"w": torch.full((2,), float(step))})
+        orbax(tmp_path / "run" / str(step) / "optimizer", {"0.mu.w": torch.ones(2), "0.nu.w": torch.ones(2)})
+    there = fsdp.open_checkpoint(tmp_path / "run")
+    assert torch.equal(there["w"], torch.full((2,), 10.0))
+    assert there.optimizer == {"w": ("exp_avg", "exp_avg_sq")}
+
+
+def test_without_tensorstore_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorstore", None)
+    (tmp_path / "_METADATA").write_text("{}")
+    with pytest.raises(fsdp.CheckpointError, match=r"is read by tensorstore|pip install tensorstore"):
+        fsdp.open_checkpoint(tmp_path)
+
+
+# ---------------------------------------------------------------- torch's DCP
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("alike", [False, True])
+def test_moments_of_dcp_by_number_are_told_by_order_and_shapes_or_left(alike: bool, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3 if alike else 4), torch.nn.Linear(3 if alike else 4, 3))
+    left = ("0.bias", "1.weight") if alike else ("0.bias",)
+    trained = [p for name, p in model.named_parameters() if name not in left]
+    optimizer = torch.optim.AdamW(trained)
+    model(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path / "a", no_dist=True)  # type: ignore[attr-defined]
+    there = fsdp.open_checkpoint(tmp_path / "a")
+    if alike:  # of two matrices and two vectors one each
+        assert not there.optimizer
+        assert "moments by number, 2 of them, which fit several sets of leaves" in repr(there)
+        return
+    assert {*there.optimizer} == {"0.weight", "1.weight", "1.bias"}
+    state = fsdp.shard(
+        dict(model.named_parameters()), fsdp.Spec(fsdp.local_mesh("cpu"), trainable={"0.bias": False}), fsdp.adamw()
+    )
+    found = fsdp.optimizer_state(fsdp.load_optimizer_state(state, there))
+    assert torch.equal(found["1.bias"]["mean"], optimizer.state[trained[2]]["exp_avg"])
+    with pytest.raises(fsdp.SpecError, match="names of a mapping are its own"):
+        fsdp.load_optimizer_state(state, found, rename=str)

@@ -3,7 +3,7 @@
 It runs in an environment with torch, transformers and safetensors as in constraints.txt, and with these, without what
 they depend on (pip install --no-deps): accelerate 1.15.0, lightning 2.6.6, peft 0.21.2, torchtitan 0.3.0, megatron-fsdp
 0.6.1, and deepspeed 0.19.8 (DS_BUILD_OPS=0, --no-build-isolation; it needs hjson, py-cpuinfo, ninja, msgpack,
-pydantic).
+pydantic). flax's are made by flaxed.py.
 
 Each is a folder that two ranks on the CPU have written after three steps of AdamW, beside `expected.safetensors`:
 weights ("weight/NAME"), moments ("exp_avg/NAME", "exp_avg_sq/NAME") and the mean losses of the ten steps after
