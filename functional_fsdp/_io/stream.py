@@ -151,7 +151,7 @@ def stream_to(
     try:
         lanes.enqueue("store", job(), after=lanes.mark())
     finally:
-        mark = lineage.reads = lanes.enqueue("store", iter(()))
+        lineage.note_reads(mark := lanes.enqueue("store", iter(())))
     if failed:
         raise failed[0]
     return lambda: None if mark is None else mark.synchronize()

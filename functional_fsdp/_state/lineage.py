@@ -385,6 +385,10 @@ class Lineage:
         if self.executor is not None:
             self.executor.sink.touched()
 
+    def note_reads(self, mark: Any) -> None:
+        """Up to this mark a lane reads weights beside compute."""
+        self.reads = mark
+
     def end_reads(self) -> None:
         """Weights are about to change: compute waits for what a lane reads of them. (A graph waits for all lanes.)"""
         if self.reads is not None and not self.runtime.capturing:

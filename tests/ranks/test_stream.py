@@ -274,7 +274,7 @@ def beside_steps(overlap: bool, wrong: bool, change: str = "step") -> list[str]:
 
             arrived = fsdp.stream_to(put, state)
             if wrong:
-                state.version.lineage.reads = None
+                state.version.lineage.note_reads(None)
             if change == "step":
                 state, _ = forward_backward(state, batch_of(i, 0))
                 state = fsdp.step(state)
