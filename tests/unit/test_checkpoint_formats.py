@@ -313,6 +313,11 @@ def test_what_orbax_would_not_have_written_is_named(tmp_path: Path) -> None:
     spoilt(w, lambda f: (f / "_METADATA").write_text(outside), r"names a leaf '\.\./w', which lies elsewhere")
     both = {"a.kernel": torch.ones(2, 2), "a.weight": torch.ones(2, 2)}
     spoilt(both, lambda f: None, r"'a\.weight' and 'a\.kernel' are both 'a\.weight' here")
+    averages = {"ema.w": torch.zeros(2), "ema2.w": torch.ones(2), "opt.mu.w": torch.ones(2), "opt.nu.w": torch.ones(2)}
+    spoilt(averages, lambda f: None, r"has weights below 'ema' and 'ema2', of which the optimizer may be")
+    there = fsdp.open_checkpoint(orbax(tmp_path / "b", {**averages, "params.w": torch.full((2,), 3.0)}))
+    assert torch.equal(there["w"], torch.full((2,), 3.0))
+    assert {*there.left} == {"ema.w", "ema2.w"}
     twice = {"p.w": torch.ones(2), "opt.0.mu.w": torch.ones(2), "opt.1.mu.w": torch.ones(2)}
     spoilt(twice, lambda f: None, r"has 'mu' of 'w' twice")
 

@@ -59,7 +59,7 @@ class Orbax:
         kept = {keys: one for keys, one in arrays.items() if OPTIMIZERS & {*keys[:-1]}}
         slots, counts, read = _adam(path, kept)
         rest = {keys: one for keys, one in arrays.items() if keys not in kept}
-        root = _root(rest, {leaf for some in slots.values() for leaf in some})
+        root = _root(path, rest, {leaf for some in slots.values() for leaf in some})
         weights = _below(root, rest)
         buffers: dict[Keys, Array] = {}
         for name in COLLECTIONS if root[-1:] == ("params",) else ():
@@ -97,12 +97,20 @@ def _below(root: Keys, arrays: dict[Keys, Array]) -> dict[Keys, Array]:
     return {k[n:]: one for k, one in arrays.items() if k[:n] == root and len(k) > n and "rngs" not in k}
 
 
-def _root(rest: Collection[Keys], leaves: Collection[Keys]) -> Keys:
-    """The keys below which the weights lie: those that the optimizer has, or as linen and nnx call them."""
-    for keys in rest:
-        for n in range(len(keys)) if leaves else ():
-            if all((*keys[:n], *leaf) in rest for leaf in leaves):
-                return keys[:n]
+def _root(path: Path, rest: Collection[Keys], leaves: Collection[Keys]) -> Keys:
+    """The keys below which the weights lie: those that the optimizer has, or as linen and nnx call them.
+
+    Raises:
+        CheckpointError: there are weights twice (averages, say), and no name says which.
+    """
+    every = dict.fromkeys(keys[:n] for keys in rest for n in range(len(keys)))
+    fit = [root for root in every if leaves and all((*root, *leaf) in rest for leaf in leaves)]
+    known = [root for root in fit if root[-1:] and root[-1] in ("params", *ROOTS)]
+    if len(fit) == 1 or len(known) == 1:
+        return fit[0] if len(fit) == 1 else known[0]
+    if fit:
+        names = " and ".join(repr(".".join(root)) for root in fit[:2])
+        raise CheckpointError(f"{path} has weights below {names}, of which the optimizer may be. Save one of them.")
     for keys in rest:
         if "params" in keys[:-1]:
             return keys[: keys.index("params") + 1]
