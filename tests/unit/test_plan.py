@@ -26,7 +26,7 @@ from functional_fsdp._plan.plan import ALIGN, Gather, Plan, PlannedUnit, Reducti
 from functional_fsdp._plan.program import DefaultOrder, FixedOrder, RecordedOrder, known
 from functional_fsdp._spec.schedule import Schedule
 from functional_fsdp.look.draw import Panel
-from functional_fsdp.look.timeline import _lives, predict
+from functional_fsdp.look.timeline import Timeline, _lives, predict
 
 MIB = 1 << 20
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -705,12 +705,11 @@ def test_several_reductions_after_one_use_take_turns_in_staging() -> None:
 def test_a_slow_rank_keeps_the_others_waiting() -> None:
     """Of three ranks the last takes twice as long: collectives go by it, and in the end all the others wait for it."""
     p = make_plan(stack([1024] * 3), Schedule(prefetch=1))
-    times = {"gather": 4096.0, "reduce": 4096.0, "compute": 2.0}
-    alone, slow, timeline = (
-        predict(p, **times),
-        predict(p, **times | {"compute": 4.0}),
-        predict(p, **times, ranks=(1, 1, 2)),
-    )
+
+    def of(compute: float, ranks: Sequence[float] = (1.0,)) -> Timeline:
+        return predict(p, gather=4096, reduce=4096, compute=compute, ranks=ranks)
+
+    alone, slow, timeline = of(2.0), of(4.0), of(2.0, (1, 1, 2))
     assert timeline.lanes == ("gather", "compute 0", "compute 1", "compute 2", "reduce")
     for lane in ("gather", "reduce"):
         assert timeline.lane(lane) == slow.lane(lane) != alone.lane(lane)
@@ -719,9 +718,8 @@ def test_a_slow_rank_keeps_the_others_waiting() -> None:
     assert timeline.busy("compute 0") == alone.busy("compute")
     assert mine[-1].end < last[-1].end
     assert all(a.begin >= g.end for a in mine for g in timeline.lane("gather") if g.use == a.use)
-    assert predict(p, **times, ranks=(1.0,)) == alone
     with pytest.raises(SpecError, match=r"timeline\(ranks=\(\)\): expected a number for each rank"):
-        predict(p, **times, ranks=())
+        of(2.0, ())
 
 
 def test_the_timeline_is_drawn(tmp_path: Path) -> None:
