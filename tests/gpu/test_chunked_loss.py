@@ -69,7 +69,7 @@ def losses(some: bool, graph: bool, compiled: bool) -> tuple[list[float], int]:
     )  # fmt: skip
     params, model = fsdp.functionalize(transformers.AutoModelForCausalLM.from_config(config).cuda())
     spec = fsdp.Spec(fsdp.local_mesh(), precision=fsdp.Precision(compute=torch.bfloat16))
-    state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-3))
+    state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-4))  # a larger one makes the loss jump, and rounding show
 
     def plain(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         logits = model(tokens, use_cache=False).logits
@@ -108,5 +108,5 @@ def test_a_llama_in_chunks_learns_as_the_plain_one_and_takes_less(graph: bool, c
     (want, most), *_ = launch(losses, (False, graph, compiled), nprocs=RANKS)
     (found, peak), *_ = launch(losses, (True, graph, compiled), nprocs=RANKS)
     print(f"graph {graph}, compiled {compiled}: {peak / 2**20:.0f} MiB, plain {most / 2**20:.0f}")
-    assert found == pytest.approx(want, rel=0.01)
+    assert found == pytest.approx(want, rel=2e-3)
     assert peak < most
