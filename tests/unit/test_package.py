@@ -7,9 +7,10 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -21,6 +22,7 @@ from functional_fsdp._state.state import FIELDS
 ROOT = Path(__file__).parents[2]
 CORE = sorted(f for f in (ROOT / "functional_fsdp").rglob("*.py") if "transforms" not in f.parts)
 TRANSFORMS = sorted((ROOT / "transforms").rglob("*.py"))
+ALL = CORE + TRANSFORMS
 FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint"}
 FACTORIES |= {"randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"}
 
@@ -35,31 +37,56 @@ def nodes(file: Path) -> list[ast.AST]:
     return [*ast.walk(ast.parse(file.read_text(), str(file)))]
 
 
+def tree(file: Path) -> ast.Module:
+    return cast(ast.Module, nodes(file)[0])
+
+
 def attributes(file: Path) -> Iterator[tuple[str, ast.Attribute]]:
     return ((node.attr, node) for node in nodes(file) if isinstance(node, ast.Attribute))
 
 
-@pytest.mark.parametrize("file", CORE + TRANSFORMS, ids=place)
-class TestEveryFile:
-    def test_registers_no_hooks(self, file: Path) -> None:
-        assert not [name for name, _ in attributes(file) if name.startswith("register_") and name.endswith("hook")]
+def found_in(files: Iterable[Path], search: Callable[[Path], Iterable[Any]]) -> dict[str, list[Any]]:
+    """What a search finds, by file: a rule is one test, which lists whatever breaks it."""
+    return {place(file): found for file in files if (found := [*search(file)])}
 
-    def test_calls_no_backward(self, file: Path) -> None:
-        """`def backward` of an autograd Function is fine, `loss.backward()` is not."""
-        calls = (node.func for node in nodes(file) if isinstance(node, ast.Call))
-        assert not [f.lineno for f in calls if isinstance(f, ast.Attribute) and f.attr == "backward"]
 
-    def test_assigns_no_grad(self, file: Path) -> None:
-        assert not [n.lineno for name, n in attributes(file) if name == "grad" and not isinstance(n.ctx, ast.Load)]
+def test_no_file_registers_hooks() -> None:
+    def hooks(file: Path) -> list[str]:
+        return [name for name, _ in attributes(file) if name.startswith("register_") and name.endswith("hook")]
 
-    def test_says_where_its_tensors_are_made(self, file: Path) -> None:
-        """Whoever shards under `with torch.device("cuda"):` has moved torch's default, also for what is the host's."""
+    assert not found_in(ALL, hooks)
+
+
+def test_no_file_calls_backward() -> None:
+    """`def backward` of an autograd Function is fine, `loss.backward()` is not."""
+
+    def lines(file: Path) -> list[int]:
+        calls = [node.func for node in nodes(file) if isinstance(node, ast.Call)]
+        return [f.lineno for f in calls if isinstance(f, ast.Attribute) and f.attr == "backward"]
+
+    assert not found_in(ALL, lines)
+
+
+def test_no_file_assigns_grad() -> None:
+    def lines(file: Path) -> list[int]:
+        return [n.lineno for name, n in attributes(file) if name == "grad" and not isinstance(n.ctx, ast.Load)]
+
+    assert not found_in(ALL, lines)
+
+
+def test_every_file_says_where_its_tensors_are_made() -> None:
+    """Whoever shards under `with torch.device("cuda"):` has moved torch's default, also for what is the host's."""
+
+    def lines(file: Path) -> list[int]:
         calls = [n for n in nodes(file) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
         made = [n for n in calls if n.func.attr in FACTORIES and ast.unparse(n.func.value) == "torch"]  # type: ignore[attr-defined]
-        assert not [n.lineno for n in made if not any(word.arg == "device" for word in n.keywords)]
+        return [n.lineno for n in made if not any(word.arg == "device" for word in n.keywords)]
 
-    def test_says_what_it_is_for(self, file: Path) -> None:
-        assert ast.get_docstring(ast.parse(file.read_text())), f"{file.name} has no docstring"
+    assert not found_in(ALL, lines)
+
+
+def test_every_file_says_what_it_is_for() -> None:
+    assert not [place(file) for file in ALL if not ast.get_docstring(tree(file))]
 
 
 def test_no_two_modules_of_tests_that_run_together_have_one_name() -> None:
@@ -67,12 +94,15 @@ def test_no_two_modules_of_tests_that_run_together_have_one_name() -> None:
     assert sorted(names) == sorted(set(names))  # workers import them by it
 
 
-@pytest.mark.parametrize("file", CORE + TRANSFORMS, ids=place)
-def test_states_are_given_fields_that_they_have(file: Path) -> None:
+def test_states_are_given_fields_that_they_have() -> None:
     """`_evolve` is on the way of every verb, and does not look."""
-    for node in nodes(file):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "_evolve":
-            assert {word.arg for word in node.keywords if word.arg} <= {*FIELDS}, f"line {node.lineno}"
+
+    def lines(file: Path) -> list[int]:
+        calls = [n for n in nodes(file) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+        evolve = [node for node in calls if node.func.attr == "_evolve"]  # type: ignore[attr-defined]
+        return [node.lineno for node in evolve if {word.arg for word in node.keywords if word.arg} - {*FIELDS}]
+
+    assert not found_in(ALL, lines)
 
 
 def test_a_field_that_a_state_has_not_is_refused() -> None:
@@ -90,17 +120,18 @@ def dotted(node: ast.expr) -> str:
     return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-@pytest.mark.parametrize("file", [f for f in CORE + TRANSFORMS if place(f) != "_common/torch_names.py"], ids=place)
-def test_names_of_torch_that_are_not_public_are_in_one_file(file: Path) -> None:
-    found = []
-    for node in nodes(file):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute):
-            found.append(dotted(node))
-    assert not [name for name in found if private(name)], "take them from functional_fsdp._common.torch_names"
+def test_names_of_torch_that_are_not_public_are_in_one_file() -> None:
+    def names(file: Path) -> Iterator[str]:
+        for node in nodes(file):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            elif isinstance(node, ast.Attribute):
+                yield dotted(node)
+
+    others = [file for file in ALL if place(file) != "_common/torch_names.py"]
+    assert not found_in(others, lambda file: filter(private, names(file))), "take them from _common.torch_names"
 
 
 def test_a_private_name_is_seen() -> None:
@@ -108,17 +139,16 @@ def test_a_private_name_is_seen() -> None:
     assert not any(map(private, ["torch.nn", "torch.__version__", "self._C", "functional_fsdp._common.torch_names"]))
 
 
-@pytest.mark.parametrize("file", CORE, ids=place)
-def test_the_core_imports_no_transform(file: Path) -> None:
-    for node in nodes(file):
-        if isinstance(node, ast.ImportFrom):
-            names = [node.module or "", *(alias.name for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        assert not [name for name in names if "transforms" in name.split(".")], f"line {node.lineno}"
-        assert place(file) == "__init__.py" or "extend" not in names, f"line {node.lineno}: what is above the core"
+def test_the_core_imports_no_transform_and_nothing_above_it() -> None:
+    def lines(file: Path) -> Iterator[int]:
+        for node in nodes(file):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+                extends = "extend" in names and place(file) != "__init__.py"
+                if extends or any("transforms" in name.split(".") for name in names):
+                    yield node.lineno
+
+    assert not found_in(CORE, lines)
 
 
 def module_of(file: Path) -> tuple[str, ...]:
@@ -199,26 +229,33 @@ def test_what_the_core_calls_by_name_a_satellite_has_and_nothing_else() -> None:
     assert {place(file).split("/")[0] for file in CORE if "provided(" in file.read_text()} & {*SATELLITES} == set()
 
 
-@pytest.mark.parametrize("folder", [f for f in CORE + TRANSFORMS if f.name == "__init__.py"], ids=place)
-def test_a_folder_says_its_purpose_in_a_line(folder: Path) -> None:
-    text = ast.get_docstring(ast.parse(folder.read_text())) or ""
-    assert text.split("\n")[0].endswith((".", "out.", ","))
+def test_a_folder_says_its_purpose_in_a_line() -> None:
+    lines = {
+        place(file): (ast.get_docstring(tree(file)) or "").split("\n")[0] for file in ALL if file.name == "__init__.py"
+    }
+    assert not {folder: line for folder, line in lines.items() if not line.endswith((".", ","))}
+
+
+OF_TRANSPORTS = {"copy_engine", "peer_memory", "signals", "symmetric"}
 
 
 def of_a_transport(file: Path) -> bool:
     return file in CORE and place(file).startswith("_transports/")
 
 
-@pytest.mark.parametrize("file", [f for f in CORE + TRANSFORMS if not of_a_transport(f)], ids=place)
-def test_nobody_asks_which_transport_it_is(file: Path) -> None:
-    names = ("symmetric", "copy_engine")
-    for node in nodes(file):
-        if isinstance(node, ast.Compare):
-            said = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
-            assert not [name for name in said if name in names], f"line {node.lineno} compares a transport's name"
-        if isinstance(node, ast.ImportFrom) and node.level:
-            whose = {"copy_engine", "peer_memory", "signals", "symmetric"} & {*(node.module or "").split(".")}
-            assert not whose, f"line {node.lineno}: {whose} belongs to a transport"
+def test_nobody_asks_which_transport_it_is() -> None:
+    """Nobody compares a transport's name, or imports what belongs to one."""
+
+    def lines(file: Path) -> Iterator[int]:
+        for node in nodes(file):
+            if isinstance(node, ast.Compare):
+                said = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
+                if any(name in ("symmetric", "copy_engine") for name in said):
+                    yield node.lineno
+            elif isinstance(node, ast.ImportFrom) and node.level and OF_TRANSPORTS & {*(node.module or "").split(".")}:
+                yield node.lineno
+
+    assert not found_in([file for file in ALL if not of_a_transport(file)], lines)
 
 
 #: each of these is about CUDA: lanes that are streams, the device, memory that GPUs share, processes that are given a
@@ -232,11 +269,11 @@ CUDA = {
 }  # fmt: skip
 
 
-def questions_about_cuda(tree: ast.AST) -> list[int]:
+def questions_about_cuda(nodes: Iterable[ast.AST]) -> list[int]:
     """The lines that ask whether there is CUDA, or do something with it: `.is_cuda`, `.cuda`, `torch.cuda`, "cuda"
     and "cpu" compared or looked up, and "cuda" passed on."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             asks = node.attr in ("cuda", "is_cuda", "is_cpu")
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -252,25 +289,20 @@ def questions_about_cuda(tree: ast.AST) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("file", [f for f in CORE + TRANSFORMS if place(f) not in CUDA], ids=place)
-def test_nobody_asks_whether_there_is_cuda(file: Path) -> None:
-    found = questions_about_cuda(ast.parse(file.read_text()))
-    assert not found, f"lines {found}: ask run.lanes or _common.device what you want to know"
+def test_nobody_asks_whether_there_is_cuda() -> None:
+    """But those that are listed, each of which does: else it comes off the list."""
+    assert {*found_in(ALL, lambda file: questions_about_cuda(nodes(file)))} == CUDA, (
+        "ask run.lanes or _common.device what you want to know"
+    )
 
 
 def test_a_question_about_cuda_is_seen() -> None:
     asked = ["x.is_cuda", "run.cuda", "torch.cuda.synchronize()", "device.type == 'cuda'", "device.type != 'cpu'",
              "x in ('cuda', 'meta')", "import torch.cuda", "from torch import cuda", "x.is_cpu", "x.cuda()",
              "{'cuda': 1}.get(kind)", "torch.device('cuda')"]  # fmt: skip
-    assert all(questions_about_cuda(ast.parse(line)) for line in asked)
+    assert all(questions_about_cuda(ast.walk(ast.parse(line))) for line in asked)
     others = ["x = 'cuda_graph'", "from .cuda_graph import cuda_graph", "local_mesh('cpu')", "device.type == 'meta'"]
-    assert not [line for line in others if questions_about_cuda(ast.parse(line))]
-
-
-def test_who_may_ask_about_cuda_does() -> None:
-    """Else it comes off the list."""
-    files = [file for file in CORE + TRANSFORMS if place(file) in CUDA]
-    assert {place(file) for file in files if questions_about_cuda(ast.parse(file.read_text()))} == CUDA
+    assert not [line for line in others if questions_about_cuda(ast.walk(ast.parse(line)))]
 
 
 #: who may ask whether a graph is being made: the places that choose, and two that ask it of code without a State
@@ -283,28 +315,36 @@ ASK = {
 QUESTIONS = {"tracing", "LOWERING", "is_compiling", "is_dynamo_compiling"}
 
 
-@pytest.mark.parametrize("file", [f for f in CORE + TRANSFORMS if place(f) not in ASK], ids=place)
-def test_nobody_asks_whether_a_graph_is_made(file: Path) -> None:
+def test_nobody_asks_whether_a_graph_is_made() -> None:
     """What is done in another way in a graph is a function of its own, which `verb`, `alone` or `traced_as` chooses."""
-    for node in nodes(file):
-        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-        assert name not in QUESTIONS, f"line {node.lineno} asks for {name}; see _common.tracing.traced_as"  # type: ignore[attr-defined]
+
+    def names(file: Path) -> set[str]:
+        named = [getattr(node, "id", None) or getattr(node, "attr", "") for node in nodes(file)]
+        return QUESTIONS & {*named}
+
+    assert not found_in([file for file in ALL if place(file) not in ASK], names), "see _common.tracing.traced_as"
 
 
-@pytest.mark.parametrize("file", TRANSFORMS, ids=place)
-def test_transforms_are_made_of_public_names(file: Path) -> None:
+def test_transforms_are_made_of_public_names() -> None:
     """As anybody's are: from the package and from `extend`; and of a State what is public. What is bound to torch's
     compilers and graphs has a list of its own."""
     known = {"functional_fsdp": fsdp.__all__, "functional_fsdp.extend": extend.__all__}
     known["functional_fsdp._seams"] = _seams.__all__
-    for node in nodes(file):
-        if isinstance(node, ast.Import):
-            assert not [alias.name for alias in node.names if alias.name.startswith("functional_fsdp")]
-        elif isinstance(node, ast.ImportFrom) and node.level:
-            assert node.level <= len(Path(place(file)).parts), f"line {node.lineno}: from outside of the folder"
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("functional_fsdp"):
-            assert {alias.name for alias in node.names} <= {*known.get(node.module or "", ())}, f"line {node.lineno}"
-    assert not [(name, n.lineno) for name, n in attributes(file) if name in ("lineage", "executor", "_evolve")]
+
+    def lines(file: Path) -> Iterator[int]:
+        for node in nodes(file):
+            if isinstance(node, ast.Import):
+                bad = any(alias.name.startswith("functional_fsdp") for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.level:
+                bad = node.level > len(Path(place(file)).parts)  # from outside of the folder
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("functional_fsdp"):
+                bad = not {alias.name for alias in node.names} <= {*known.get(node.module or "", ())}
+            else:
+                bad = isinstance(node, ast.Attribute) and node.attr in ("lineage", "executor", "_evolve")
+            if bad:
+                yield node.lineno  # type: ignore[attr-defined]
+
+    assert not found_in(TRANSFORMS, lines)
 
 
 def names_used_of(module: str, files: list[Path]) -> set[str]:
@@ -363,7 +403,7 @@ def test_the_transforms_have_one_import_name() -> None:
     assert link.is_symlink()
     assert link.readlink() == Path("../transforms")
     assert transforms.__name__ == "functional_fsdp.transforms"
-    for file in CORE + TRANSFORMS:
+    for file in ALL:
         names = [n.module for n in nodes(file) if isinstance(n, ast.ImportFrom) and not n.level]
         assert "transforms" not in names
 
