@@ -12,7 +12,8 @@ SEED  ?= 0
 
 # Processes that share the tests, a file at a time; many tests have 2 or 4 ranks of their own.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, os.cpu_count()))")
-PYTEST   = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Compiled files are kept, whatever the shell says: each worker would compile the tests, each script the package.
+PYTEST   = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test test-all laws with-torch attack mutants lint format docs clean
 

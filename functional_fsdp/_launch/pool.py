@@ -90,6 +90,8 @@ class Rank:
 class Pool:
     """`nprocs` workers and the pipes to them. They start while the caller goes on."""
 
+    shares_heap = False  # whether one garbage collection is that of all ranks
+
     def __init__(self, nprocs: int) -> None:
         self.owner = os.getpid()
         self.idle = True  # no worker is inside a call

@@ -35,6 +35,8 @@ NONE: Mapping[int, Any] = types.MappingProxyType({})
 class SimulatedPool(Pool):
     """Ranks in the place of worker processes."""
 
+    shares_heap = True
+
     def __init__(
         self, size: int, axes: Mapping[str, int], order: str = "ranks", seed: int = 0, slow: Mapping[int, int] = NONE,
         kill: Mapping[int, Fault] = NONE, only: Sequence[int] | None = None,

@@ -299,10 +299,15 @@ def drop(keys: Iterable[Key]) -> None:
         _values.pop((number, place), None)
 
 
-def meshes() -> dict[str, int]:
+def meshes(collect: bool) -> dict[str, int]:
     """After a call that failed or was stopped: the meshes on which this rank may have parted from others, each by a
-    name that all of its ranks have for it, with the number of those."""
-    gc.collect()  # states of the call that failed, which need not be compared
+    name that all of its ranks have for it, with the number of those.
+
+    Args:
+        collect: whether garbage is collected first: states of the call that failed, which need not be compared.
+    """
+    if collect:
+        gc.collect()
     return {name: run.size for name, run in runtimes().items()}
 
 

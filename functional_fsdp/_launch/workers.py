@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import os
 import sys
@@ -205,7 +206,9 @@ class WorkerGroup:
         if not pool.idle:
             return
         try:
-            found = run(meshes)
+            if pool.shares_heap:
+                gc.collect()
+            found = run(meshes, not pool.shares_heap)
             sizes = {name: size for one in found for name, size in one.items()}
             common = [name for name, size in sorted(sizes.items()) if sum(name in one for one in found) == size]
             if (sizes or given) and pool.idle:
