@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import dtensors as cut
 from support.driven import raised
+from support.tables import FULL
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -57,9 +58,10 @@ def trained(which: str, way: str, steps: int, axes: Any = None, own: Any = None)
     return seen, fsdp.full_params(state), same
 
 
+LONG = 20 if FULL else 4  # steps
 ROWS = [
-    ("mlp", "driven", {"data": 2, "tp": 2}, None, 20), ("mlp", "whole", {"tp": 2, "data": 1}, None, 3),
-    ("llama", "driven", {"data": 2, "tp": 2}, None, 20), ("llama", "driven", {"data": 1, "tp": 2}, SUM, 3),
+    ("mlp", "driven", {"data": 2, "tp": 2}, None, LONG), ("mlp", "whole", {"tp": 2, "data": 1}, None, 3),
+    ("llama", "driven", {"data": 2, "tp": 2}, None, LONG), ("llama", "driven", {"data": 1, "tp": 2}, SUM, 3),
     ("mlp", "remat", {"data": 1, "tp": 2}, None, 3),
     pytest.param("mlp", "units", {"data": 1, "tp": 2}, None, 3, marks=pytest.mark.large),
     pytest.param("mlp", "driven", {"data": 2, "tp": 4}, None, 20, marks=pytest.mark.large),

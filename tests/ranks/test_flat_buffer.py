@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import launch
 from support.redistributed import ONE, TWO, bucket_on, moves, value
 
 import functional_fsdp as fsdp
-from functional_fsdp import FlatBuffer, Partial, Replicated, Sharded, launch
+from functional_fsdp import FlatBuffer, Partial, Replicated, Sharded
 
 
 @pytest.mark.parametrize("average", ["mean", "sum"])

@@ -17,10 +17,10 @@ from support.driven import Boom, Dropout, raised, start
 from support.functions import KINDS, PLACES, Placed
 from support.models import CASES, VOCABULARY, Layer, Routed, Stack, batch_of, entropy, made
 from support.problems import batch, full_grads, largest, loss_fn, mesh_and_placement, net, on
+from support.ranks import launch
 from support.tables import each
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp._plan.program import combined
 from functional_fsdp.transforms._drive.driver import Driver
@@ -302,8 +302,8 @@ def breaks(where: str, who: Sequence[int], error: type[BaseException]) -> tuple[
 @pytest.mark.parametrize("who", [(0, 1), (1,)])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_error_inside_the_model_costs_nothing(where: str, who: tuple[int, ...], error: type[BaseException]) -> None:
-    good, _, _ = launch(breaks, ("", (), error), nprocs=2)[0]
-    for rank, (weights, said, clean) in enumerate(launch(breaks, (where, who, error), nprocs=2)):
+    good, _, _ = launch(breaks, ("", (), error), nprocs=2, processes=True)[0]
+    for rank, (weights, said, clean) in enumerate(launch(breaks, (where, who, error), nprocs=2, processes=True)):
         assert said == [error.__name__ if rank in who else "RestartError"]
         assert clean
         assert all(torch.equal(weights[key], good[key]) for key in good)
@@ -621,7 +621,7 @@ def lingers(name: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", ["a unit called twice", "a unit called never", "one adapter"])
 def test_a_step_leaves_no_cycles_that_hold_tensors(name: str) -> None:
-    for tensors, _ in launch(lingers, (name,), nprocs=2):
+    for tensors, _ in launch(lingers, (name,), nprocs=2, processes=True):
         assert tensors == 0
 
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from support.driven import raised
 from support.presets import PRESETS
 from support.problems import Tree, batch, largest, loss_fn, mesh_and_placement, net
+from support.ranks import launch
 from support.tables import marked
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 
 FROZEN = ("blocks.0.*", "tail.pair")

@@ -11,10 +11,11 @@ import pytest
 import torch
 from support.presets import PRESETS
 from support.problems import mesh_and_placement
+from support.ranks import launch
 from support.tables import FULL
 
 import functional_fsdp as fsdp
-from functional_fsdp import ScheduleError, Spec, SpecError, TreeError, launch
+from functional_fsdp import ScheduleError, Spec, SpecError, TreeError
 from functional_fsdp import transforms as T
 from functional_fsdp._optim_extra import from_torch, probe
 
@@ -481,7 +482,7 @@ def rooted() -> list[int]:
 
 
 def test_owners_are_balanced_by_what_is_kept_and_computed() -> None:
-    for owners in launch(rooted, nprocs=2, simulate=True):
+    for owners in launch(rooted, nprocs=2):
         matrix, *vectors = owners
         assert all(one != matrix for one in vectors), owners  # by elements each rank would have two leaves
 
@@ -508,8 +509,7 @@ def test_a_class_with_modes_takes_its_steps_in_the_one_for_steps(by: Any) -> Non
         return fsdp.full_params(stepped(state, range(2)))
 
     found, wanted = (
-        launch(stepped_by, (fsdp.from_torch(cls, lr=0.1, by=by),), nprocs=2, simulate=True)[0]
-        for cls in (Modes, torch.optim.SGD)
+        launch(stepped_by, (fsdp.from_torch(cls, lr=0.1, by=by),), nprocs=2)[0] for cls in (Modes, torch.optim.SGD)
     )
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 

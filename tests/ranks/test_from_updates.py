@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from support.problems import mesh_and_placement
+from support.ranks import launch
 
 import functional_fsdp as fsdp
-from functional_fsdp import Spec, launch
+from functional_fsdp import Spec
 
 Tree = dict[str, Any]
 SHAPES = {"z.w": (9, 40), "z.bias": (130,), "a.w": (4, 4), "a.bias": (1,), "m": (300,)}
@@ -147,7 +148,7 @@ def compiled(form: str) -> bool:
 
 @pytest.mark.large
 def test_a_compiled_step_does_the_same() -> None:
-    assert launch(compiled, ("list",), nprocs=2) == [True] * 2
+    assert launch(compiled, ("list",), nprocs=2, processes=True) == [True] * 2
 
 
 def test_a_structure_that_changes_is_refused() -> None:

@@ -11,10 +11,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from support.presets import PRESETS, placement_of, ranks_of
 from support.problems import LOOPS, Block, Tree, batch, full_grads, loss_fn, mesh_and_placement, net
+from support.ranks import launch
 from support.tables import marked
 
 import functional_fsdp as fsdp
-from functional_fsdp import Schedule, launch
+from functional_fsdp import Schedule
 from functional_fsdp import transforms as T
 
 MICRO, STEPS = 3, 3
@@ -97,7 +98,7 @@ def accumulated(keep: Any) -> tuple[list[Any], Counter[str]]:
 
 
 def test_a_compiled_step_gathers_what_stays_once() -> None:
-    each, once = (launch(accumulated, (keep,), nprocs=2) for keep in ((), "all"))
+    each, once = (launch(accumulated, (keep,), nprocs=2, processes=True) for keep in ((), "all"))
     for (kept, few), (anew, many) in zip(once, each, strict=True):
         torch.testing.assert_close(kept, anew, rtol=1e-12, atol=1e-13)
         assert few["all_gather"] == 4

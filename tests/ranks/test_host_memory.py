@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from support.presets import AXES, PRESETS, TWO_AXES, placement_of, ranks_of
 from support.problems import batch, loss_fn, mesh_and_placement, net
+from support.ranks import launch
 from support.tables import FULL, marked
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp._common.device import in_host_memory
 from functional_fsdp._host_memory import streamed
@@ -156,7 +156,7 @@ def other_ways(preset: str, compiled: bool) -> Trees:
 @pytest.mark.parametrize("preset", marked([(p,) for p in PRESETS], [("zero3",)]))
 def test_steps_that_are_skipped_lack_gradients_or_are_compiled(preset: str, compiled: bool) -> None:
     ranks = ranks_of(preset) if FULL or not compiled else 1
-    for found in launch(other_ways, (preset, compiled), nprocs=ranks):
+    for found in launch(other_ways, (preset, compiled), nprocs=ranks, processes=compiled):
         assert same(found["device"], found[HOST])
 
 

@@ -12,10 +12,10 @@ import torch.nn as nn
 from support.driven import raised, start
 from support.presets import PRESETS, ranks_of
 from support.problems import Tree, full_grads
+from support.ranks import launch
 from support.tables import marked
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 
 WIDTH = 6
@@ -122,7 +122,7 @@ def right(rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 )  # fmt: skip
 def test_they_are_the_plain_modules(preset: str, way: str) -> None:
     ranks = ranks_of(preset)
-    for rank, got in enumerate(launch(found, (preset, way), nprocs=ranks)):
+    for rank, got in enumerate(launch(found, (preset, way), nprocs=ranks, processes=way == "T.compile")):
         loss, dx, ddy = right(rank, ranks)
         batch, dy = got["grads"]
         assert got.get("same", True)
@@ -263,4 +263,4 @@ def some_use_nothing(preset: str) -> float:
 
 @pytest.mark.parametrize("preset", ["zero3", "zero2", "ddp"])
 def test_a_rank_may_use_no_weight_at_all(preset: str) -> None:
-    assert max(launch(some_use_nothing, (preset,), nprocs=2, simulate=True)) < 1e-12
+    assert max(launch(some_use_nothing, (preset,), nprocs=2)) < 1e-12

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.presets import PRESETS, TWO_AXES
+from support.ranks import launch
 from support.tables import FULL
 
 import functional_fsdp as fsdp
-from functional_fsdp import Schedule, Spec, launch
+from functional_fsdp import Schedule, Spec
 
 PLACEMENTS = PRESETS
 Program = dict[str, Any]
@@ -125,4 +126,4 @@ def test_ranks_of_two_axes_help_who_waits(placement: str, lasts: Any, late: list
         "sizes": {f"u{i}": 300 for i in range(5)}, "left out": [set()] * 4, "shuffled": [False] * 4,
         "transport": "collective", "sum": "auto",
     }  # fmt: skip
-    assert launch(several, ([case],), nprocs=4, simulate=True) == [[0.0]] * 4
+    assert launch(several, ([case],), nprocs=4) == [[0.0]] * 4

@@ -799,6 +799,7 @@ def test_axes_outermost_first() -> None:
 def test_a_world_of_one_needs_no_set_up() -> None:
     printed = run_script("""
         import os, torch, torch.distributed as dist
+        import functional_fsdp as fsdp
         from functional_fsdp import local_mesh
 
         before = dict(os.environ)
@@ -806,8 +807,12 @@ def test_a_world_of_one_needs_no_set_up() -> None:
         dist.all_reduce(torch.ones(1), group=deep["shard"].get_group())
         assert before == dict(os.environ)
         print(mesh.mesh_dim_names, mesh.size(), mesh.device_type)
+        state = fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(mesh), fsdp.sgd(lr=1.0))
+        state = fsdp.step(fsdp.reduce(state, {"w": torch.ones(4)}))
+        print(fsdp.full_params(state)["w"].tolist())
     """)
     assert printed.split()[:2] == ["('data',)", "1"]
+    assert printed.endswith("[0.0, 0.0, 0.0, 0.0]\n")
 
 
 @pytest.mark.large

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
@@ -16,10 +13,11 @@ from support.driven import raised
 from support.initialised import initialised
 from support.presets import PRESETS, ranks_of
 from support.problems import Block, mesh_and_placement, net
+from support.ranks import launch
 from support.tables import FULL
 
 import functional_fsdp as fsdp
-from functional_fsdp import FlatBuffer, extend, launch
+from functional_fsdp import FlatBuffer, extend
 
 
 def held(preset: str, compute: torch.dtype) -> dict[str, int]:
@@ -103,7 +101,7 @@ def complex_ones(traced: bool) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.large)])
 def test_metrics_may_be_complex_or_bool(traced: bool) -> None:
-    for rank, (mean, total, own, said, z) in enumerate(launch(complex_ones, (traced,), nprocs=4)):
+    for rank, (mean, total, own, said, z) in enumerate(launch(complex_ones, (traced,), nprocs=4, processes=traced)):
         want = torch.tensor([[4 + 12j, 6 - 4j]], dtype=torch.complex128)
         torch.testing.assert_close(total, {
             "z": want, "conj": want.conj().resolve_conj(), "one": torch.tensor(6j), "bools": torch.tensor([2.0, 4.0]),
@@ -282,19 +280,3 @@ def test_a_unit_without_gradient_on_one_rank_counts_as_zero() -> None:
     for weights in launch(uneven_use, nprocs=2):
         assert torch.equal(weights["a.w"], torch.zeros(3))
         assert torch.equal(weights["b.w"], torch.full((5,), 0.5))
-
-
-SCRIPT = """
-import torch, functional_fsdp as fsdp
-state = fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=1.0))
-state = fsdp.step(fsdp.reduce(state, {"w": torch.ones(4)}))
-print(fsdp.full_params(state)["w"].tolist())
-"""
-
-
-def test_a_world_of_one_needs_no_set_up() -> None:
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=clean, capture_output=True, text=True, timeout=250, check=True
-    )
-    assert done.stdout.strip() == "[0.0, 0.0, 0.0, 0.0]"

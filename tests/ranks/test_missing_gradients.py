@@ -17,11 +17,12 @@ import torch.nn as nn
 import torch.utils._pytree as pytree
 from support.presets import PRESETS
 from support.problems import mesh_and_placement
+from support.ranks import launch
 from support.tables import FULL as EVERY_ROW
 from support.tables import marked
 
 import functional_fsdp as fsdp
-from functional_fsdp import Optimizer, ScheduleError, Spec, launch
+from functional_fsdp import Optimizer, ScheduleError, Spec
 from functional_fsdp import transforms as T
 from functional_fsdp._capture.capture import Capture
 from functional_fsdp._plan.layout import LeafInfo, plan_layout

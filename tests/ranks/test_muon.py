@@ -12,12 +12,14 @@ import torch.distributed as dist
 import torch.nn as nn
 from support.matrices import LABELS, batch, begun, differ, reference, step_of, trained
 from support.presets import AXES, PRESETS, TWO_AXES, placement_of, ranks_of
-from support.tables import marked
+from support.ranks import launch
+from support.tables import FULL, marked
 
 import functional_fsdp as fsdp
-from functional_fsdp import Spec, SpecError, launch
+from functional_fsdp import Spec, SpecError
 
 Tree = dict[str, torch.Tensor]
+STEPS = 20 if FULL else 5
 WAYS = ("eager", "overlapped", "torch.compile", "T.compile", "aot_eager", "compiled")
 ROWS = [
     (preset, way, ranks) for preset in PRESETS for way in WAYS for ranks in ((4,) if preset in TWO_AXES else (1, 2, 4))
@@ -29,12 +31,13 @@ QUICK = [
 
 
 @pytest.mark.parametrize(("preset", "way", "ranks"), marked(ROWS, QUICK))
-def test_twenty_steps_are_those_on_whole_matrices(preset: str, way: str, ranks: int) -> None:
+def test_steps_are_those_on_whole_matrices(preset: str, way: str, ranks: int) -> None:
+    compiled = way not in ("eager", "overlapped")
     for dtype, most in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
-        if dtype is torch.float32 and way not in ("eager", "overlapped"):
+        if dtype is torch.float32 and compiled:
             continue  # two compilations say no more
-        expected = reference(ranks, 20, dtype)
-        for found in launch(trained, (preset, way, dtype, 20), nprocs=ranks):
+        expected = reference(ranks, STEPS, dtype)
+        for found in launch(trained, (preset, way, dtype, STEPS), nprocs=ranks, processes=compiled):
             assert differ(found, expected) < most
 
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from support.presets import PRESETS
 from support.problems import batch, loss_fn, mesh_and_placement, net
+from support.ranks import launch
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 
 KINDS = ("main", "weights", "grads")
@@ -75,7 +75,7 @@ def test_experts_count_each_of_their_own() -> None:
 
     moe.GROUP = None
     weights = torch.cat([p.detach().flatten() for p in moe.Model().parameters()]).double()
-    for found, whole in launch(experts, nprocs=4):
+    for found, whole in launch(experts, nprocs=4, processes=True):
         assert found["main"][0] == pytest.approx(weights.norm().item(), rel=1e-6)
         assert found["main"][1] == found["grads"][1] == weights.numel()
         assert found["grads"][0] == pytest.approx(whole, rel=1e-5)

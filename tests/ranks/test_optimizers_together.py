@@ -14,10 +14,11 @@ import torch
 import torch.utils._pytree as pytree
 from support.presets import ranks_of
 from support.problems import mesh_and_placement
+from support.ranks import launch
 from support.tables import FULL, marked
 
 import functional_fsdp as fsdp
-from functional_fsdp import Schedule, Spec, extend, launch
+from functional_fsdp import Schedule, Spec, extend
 from functional_fsdp import transforms as T
 from functional_fsdp._state.update import update
 
@@ -210,7 +211,7 @@ def compiled(kind: str) -> float:
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "muon adamw" else pytest.mark.large) for k in KINDS])
 def test_a_compiled_step_goes_on_after_freeze(kind: str) -> None:
-    assert max(launch(compiled, (kind,), nprocs=2 if FULL else 1)) < 1e-12
+    assert max(launch(compiled, (kind,), nprocs=2 if FULL else 1, processes=True)) < 1e-12
 
 
 def in_parts(kind: str) -> float:

@@ -12,10 +12,11 @@ import torch
 import torch.utils._pytree as pytree
 from support.presets import PRESETS
 from support.problems import mesh_and_placement
+from support.ranks import launch
 from support.tables import FULL, marked
 
 import functional_fsdp as fsdp
-from functional_fsdp import Optimizer, Spec, SpecError, launch
+from functional_fsdp import Optimizer, Spec, SpecError
 
 Tree = dict[str, Any]
 SHAPES = {"a.w": (9, 40), "a.bias": (130,), "a.v": (20, 3), "b.w": (4, 4), "b.bias": (1,), "c.bias": (7,), "norm": (9,)}
@@ -197,7 +198,7 @@ WAYS = [(way, kinds) for way in ("eager", "inductor") for kinds in (("nadam", "a
 
 @pytest.mark.parametrize(("way", "kinds"), marked(WAYS, WAYS[:1]))
 def test_a_compiled_step_does_the_same(way: str, kinds: tuple[str, str]) -> None:
-    assert max(launch(compiled, (kinds, way), nprocs=2 if FULL else 1)) < 1e-12
+    assert max(launch(compiled, (kinds, way), nprocs=2 if FULL else 1, processes=True)) < 1e-12
 
 
 # ---------------------------------------------------------------- errors

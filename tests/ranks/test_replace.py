@@ -14,10 +14,10 @@ import torch.nn as nn
 import torch.utils._pytree as pytree
 from support.presets import PRESETS
 from support.problems import LOOPS, Tree, batch, loss_fn, mesh_and_placement, net
+from support.ranks import launch
 from support.tables import marked
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from support.driven import raised
 from support.presets import PRESETS, ranks_of
 from support.problems import mesh_and_placement
+from support.ranks import launch
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 
 
 class Small(nn.Module):

@@ -20,11 +20,12 @@ import torch.distributed as dist
 from support.presets import ranks_of
 from support.problems import batch as net_batch
 from support.problems import by_unit, full_grads, mesh_and_placement, net
+from support.ranks import launch
 from support.tables import FULL, each, marked
 from torch import Tensor
 
 import functional_fsdp as fsdp
-from functional_fsdp import Schedule, ScheduleError, launch
+from functional_fsdp import Schedule, ScheduleError
 from functional_fsdp import transforms as T
 from functional_fsdp._launch.launch import stop_workers
 

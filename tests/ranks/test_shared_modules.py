@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from support.ranks import launch
 from support.tables import marked
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 
 RATE = 0.1
@@ -102,9 +102,9 @@ def test_a_module_at_several_paths(shared: str, way: str) -> None:
             fsdp.LaunchError,
             match=r"'blocks\.1' \(Block\) is compiled and holds a part that is gathered alone: 'extra'",
         ):
-            launch(trained, (shared, way), nprocs=2)
+            launch(trained, (shared, way), nprocs=2, processes=way == "compiled")
         return
-    for worst in launch(trained, (shared, way), nprocs=2):
+    for worst in launch(trained, (shared, way), nprocs=2, processes=way == "compiled"):
         assert worst < 1e-12
 
 

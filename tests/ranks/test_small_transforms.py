@@ -19,10 +19,10 @@ from support.models import CASES, LENGTH, Batch, Stack, batch_of, entropy, made
 from support.problems import batch as small_batch
 from support.problems import full_grads, largest, mesh_and_placement, net, on, reference
 from support.problems import loss_fn as small_loss
+from support.ranks import launch
 from support.tables import each
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 
 Tree = dict[str, torch.Tensor]

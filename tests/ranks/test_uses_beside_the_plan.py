@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from support.problems import batch, loss_fn, net
+from support.ranks import launch
 from support.tables import product
 from torch.utils.checkpoint import checkpoint
 
 import functional_fsdp as fsdp
-from functional_fsdp import Schedule, Spec, extend, launch
+from functional_fsdp import Schedule, Spec, extend
 from functional_fsdp import transforms as T
 from functional_fsdp._common.record import Collective
 from functional_fsdp._runtime.lanes import HostLanes

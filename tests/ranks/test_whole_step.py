@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from support.models import CASES, Batch, batch_of, made
 from support.problems import mesh_and_placement
 from support.tables import FULL, marked
 from support.traced import in_order
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
@@ -193,9 +195,10 @@ def test_the_order_is_the_one_that_units_are_used_in(name: str) -> None:
 
 def carried_out() -> tuple[list[str], list[str]]:
     """What Inductor's code does, in order: collectives and waits by number, products; and the buffers of gathers that
-    a backward's products read."""
+    a backward's products read. Kernels compute nothing: the code is what counts, and a C++ compiler takes long."""
     state, model = state_of(Layers())
-    with torch._inductor.config.patch(fx_graph_cache=False):
+    nothing = mock.patch.object(AsyncCompile, "cpp_pybinding", return_value=lambda *_: None)
+    with torch._inductor.config.patch(fx_graph_cache=False), nothing:
         _, codes = run_and_get_code(T.compile(step_of(model)), state, torch.ones(4, WIDTH))
     return in_order(codes[0])
 

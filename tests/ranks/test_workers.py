@@ -64,10 +64,11 @@ def test_the_server_imports_compilers_only_where_it_may_fork_after_that(
     """With GPUs the import initializes CUDA, which no fork of that process could use."""
     for name in ("torch._dynamo", "torch._inductor"):
         importlib.import_module(name)
-    _pool.end_all()  # and what forks them
+    monkeypatch.setattr(_pool, "_server", [])  # one of its own
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert fsdp.launch(compilers, nprocs=1) == [not gpus]
-    _pool.end_all()
+    with fsdp.workers(nprocs=1) as w:
+        assert w(compilers).get() == [not gpus]
+    _pool._server.pop().end()
 
 
 @pytest.mark.large
@@ -686,19 +687,15 @@ def test_prints_are_shown(w: WorkerGroup, capsys: pytest.CaptureFixture[str]) ->
 
 def test_after_a_backward_in_the_caller() -> None:
     """A build of torch with CUDA cannot run a backward in a fork of a process that ran one."""
-    run_script("""
-        import torch
-        import functional_fsdp as fsdp
 
-        def gradient():
-            x = torch.ones(2, requires_grad=True)
-            (x * x).sum().backward()
-            return x.grad.tolist()
+    def gradient() -> list[float]:
+        x = torch.ones(2, requires_grad=True)
+        (x * x).sum().backward()
+        return list(x.grad.tolist())  # type: ignore[union-attr]
 
-        gradient()
-        with fsdp.workers(nprocs=2) as w:
-            assert w(gradient).get() == [[2.0, 2.0]] * 2
-    """)
+    assert gradient() == [2.0, 2.0]
+    with fsdp.workers(nprocs=2) as w:
+        assert w(gradient).get() == [[2.0, 2.0]] * 2
 
 
 def test_workers_begin_with_the_callers_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
