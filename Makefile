@@ -39,11 +39,11 @@ with-torch:  ## what depends on torch's version: make with-torch VERSION=2.11.0 
 	.ci/with_torch $(VERSION) "$(or $(ARGS),$(FOLLOWS))" $(WORKERS)
 
 attack: $(READY)  ## random cases against the package: make attack N=5000 SEED=0 KIND=kills CASE=specs:0:17 PACKAGE=folder
-	PYTHONPATH="$(PACKAGE)" OMP_NUM_THREADS=1 $(BIN)/python tests/attack --n $(N) --seed $(SEED) \
+	PYTHONPATH="$(PACKAGE)" OMP_NUM_THREADS=1 $(BIN)/python tools/attack --n $(N) --seed $(SEED) \
 		$(if $(KIND),--kind $(KIND)) $(if $(CASE),--case $(CASE)) $(ARGS)
 
 mutants: $(READY)  ## mistakes in the package that no test notices: make mutants N=100 SEED=0 PACKAGE=folder AGAINST=folder
-	$(BIN)/python tests/mutants --n $(N) --seed $(SEED) \
+	$(BIN)/python tools/mutants --n $(N) --seed $(SEED) \
 		$(if $(PACKAGE),--package $(PACKAGE)) $(if $(AGAINST),--against $(AGAINST)) $(ARGS)
 
 lint: $(READY)

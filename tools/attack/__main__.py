@@ -11,7 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # so that this folder is the package `attack`
+TOOLS = Path(__file__).resolve().parents[1]
+sys.path[:1] = [str(TOOLS), str(TOOLS.parent / "tests")]  # this folder is the package `attack`, and takes `support`
 
 SHARES = {
     "specs": 1.0,

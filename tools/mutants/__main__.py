@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT / "tests")  # so that this folder is the package `mutants`
+sys.path[0] = str(ROOT / "tools")  # so that this folder is the package `mutants`
 
 
 def main() -> int:
