@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from support.commands import EXAMPLES, run_as
 from support.driven import raised
+from support.ranks import launch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp.codecs import Form
 
 Tree = dict[str, torch.Tensor]
@@ -133,8 +133,8 @@ def test_replicas_are_those_of_plain_torch(files: bool, tmp_path: Path) -> None:
 def test_outer_steps_in_few_bits(codec: fsdp.Codec, tmp_path: Path) -> None:
     """Ways travel packed, with feedback: as plain torch packs them, whatever shards hold, and across files."""
     wanted, plain = [*plainly(codec)], [*plainly()]
-    found = launch(trained, (str(tmp_path), False, codec), nprocs=REPLICAS * SHARDS, simulate=True)
-    again = launch(trained, (str(tmp_path), True, codec), nprocs=REPLICAS * SHARDS, simulate=True)
+    found = launch(trained, (str(tmp_path), False, codec), nprocs=REPLICAS * SHARDS)
+    again = launch(trained, (str(tmp_path), True, codec), nprocs=REPLICAS * SHARDS)
     for rank, ((seen, _), (other, _)) in enumerate(zip(found, again, strict=True)):
         for step, (mine, same, replicas) in enumerate(zip(seen, other, wanted, strict=True)):
             for path, p in replicas[rank // SHARDS].items():

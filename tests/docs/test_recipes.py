@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from support.presets import AXES, PRESETS, placement_of, ranks_of
+from support.ranks import launch
 from torch.func import functional_call, vmap
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 
 Tree = dict[str, torch.Tensor]
@@ -206,7 +206,7 @@ def test_an_update_adds_up_over_ranks() -> None:
 @pytest.mark.large
 def test_adafactor_in_a_compiled_step(tmp_path: Path) -> None:
     want, _ = plain_adafactor(2)
-    for got, *_ in launch(with_adafactor, ("zero3", str(tmp_path / "saved"), True), nprocs=2):
+    for got, *_ in launch(with_adafactor, ("zero3", str(tmp_path / "saved"), True), nprocs=2, processes=True):
         assert largest(got, want) < 1e-9
 
 
@@ -448,7 +448,7 @@ def test_the_noise_scale_of_the_gradients_of_ranks(preset: str, way: str, n: int
         with torch.no_grad():
             for p, g in zip(params, torch.stack(some).mean(0).split([p.numel() for p in params]), strict=True):
                 p.sub_(0.05 * g.view(p.shape))
-    for got, weights in launch(noisy, (preset, way, n), nprocs=ranks):
+    for got, weights in launch(noisy, (preset, way, n), nprocs=ranks, processes=way == "compiled"):
         assert got == pytest.approx(want, rel=1e-5)
         assert largest(weights, weights_of(model)) < 1e-9
 
@@ -524,7 +524,7 @@ def test_training_by_a_schedule_beside_plain_torch(preset: str, shape: str, comp
             p.grad = g
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
-    for got in launch(scheduled, (preset, shape, compiled), nprocs=2):
+    for got in launch(scheduled, (preset, shape, compiled), nprocs=2, processes=compiled):
         assert largest(got, weights_of(model)) < 1e-5
 
 
@@ -577,5 +577,5 @@ def by_inputs(name: str) -> list[float]:
 
 @pytest.mark.parametrize("name", ["physics", "mean_flow", "critic", "score"])
 def test_losses_with_derivatives_beside_plain_torch(name: str) -> None:
-    for apart in fsdp.launch(by_inputs, (name,), nprocs=2, simulate=True):
+    for apart in launch(by_inputs, (name,), nprocs=2):
         assert max(apart) < 1e-9

@@ -12,11 +12,12 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from support.presets import AXES, PRESETS, ranks_of
 from support.problems import batch, loss_fn, mesh_and_placement, net
+from support.ranks import launch
 from support.streams import ordered
 from support.tables import marked
 
 import functional_fsdp as fsdp
-from functional_fsdp import SpecError, launch
+from functional_fsdp import SpecError
 from functional_fsdp import transforms as T
 
 BF16, STEPS = torch.bfloat16, 3
@@ -90,7 +91,8 @@ QUICK = [
 @pytest.mark.parametrize(("preset", "way"), marked(ROWS, QUICK))
 def test_bits_are_those_of_gathers_that_cast(preset: str, way: str) -> None:
     ranks = ranks_of(preset)
-    both = launch(trained, (preset, way, True), nprocs=ranks), launch(trained, (preset, way, False), nprocs=ranks)
+    whole = way == "whole step"
+    both = [launch(trained, (preset, way, once), nprocs=ranks, processes=whole) for once in (True, False)]
     for (losses, weights, right), (wanted, others, _) in zip(*both, strict=True):
         assert losses == wanted
         assert all(map(torch.equal, weights, others))
@@ -116,7 +118,7 @@ def beside(preset: str) -> tuple[bool, int, list[str]]:
 
 @pytest.mark.parametrize("preset", ["zero3", "hfsdp", "zero2"])
 def test_copies_are_renewed_where_updates_run(preset: str) -> None:
-    for right, renewed, races in launch(beside, (preset,), nprocs=ranks_of(preset)):
+    for right, renewed, races in launch(beside, (preset,), nprocs=ranks_of(preset), processes=True):
         assert right
         assert bool(renewed) == (preset == "zero3")  # else copies are gathered, too
         assert not races

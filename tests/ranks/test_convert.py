@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from support.cut import written
 from support.driven import raised
 from support.problems import mesh_and_placement
+from support.ranks import launch
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 
 SPELT: dict[str, Any] = {
     "experts": fsdp.Stacked(fsdp.Concatenated([f"experts.{e}.w1", f"experts.{e}.w3"]) for e in range(3)),

@@ -20,10 +20,11 @@ import torch.nn as nn
 from support.by_hand import step_by_hand
 from support.commands import TORCHAO
 from support.problems import mesh_and_placement
+from support.ranks import launch
 from support.tables import FULL
 
 import functional_fsdp as fsdp
-from functional_fsdp import extend, launch
+from functional_fsdp import extend
 from functional_fsdp import transforms as T
 
 STEPS, E4M3 = 3, torch.float8_e4m3fn

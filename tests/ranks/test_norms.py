@@ -12,9 +12,9 @@ import torch.nn as nn
 from support.driven import raised
 from support.presets import PRESETS, TWO_AXES, ranks_of
 from support.problems import Tree, batch, full_grads, largest, loss_fn, mesh_and_placement, net, on, reference
+from support.ranks import launch
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 
 ORDERS = (1, 2, inf)
@@ -101,7 +101,7 @@ def test_experts_count_each_of_their_own() -> None:
 
     moe.GROUP = None
     weights = dict(moe.Model().named_parameters())
-    for found, main in launch(of_experts, nprocs=4):
+    for found, main in launch(of_experts, nprocs=4, processes=True):
         (whole,) = found["whole"].values()
         for by in ("leaf", "unit", "dot"):
             torch.testing.assert_close(torch.stack([*found[by].values()]).norm(), whole, rtol=1e-5, atol=0)

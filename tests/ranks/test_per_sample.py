@@ -14,11 +14,11 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from support.driven import Boom, raised
 from support.problems import Tree, batch, full_grads, largest, mesh_and_placement
+from support.ranks import launch
 from support.staged import HEAD, loss_fn, plain, stages, start, weights
 from support.tables import each, marked
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp.transforms._per_sample import clipped as _noise
 

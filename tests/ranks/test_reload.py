@@ -11,10 +11,10 @@ import torch.distributed as dist
 from support.moved import begun, spec_of, trained, whole, wrong_in
 from support.presets import PRESETS
 from support.problems import net
+from support.ranks import launch
 from support.tables import FULL, covering
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 
 WORLDS = [1, 2, 3, 4]
 DTYPES = [torch.float32, torch.bfloat16]

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from support.driven import Boom, Dropout, raised, start
 from support.models import CASES, Stack, batch_of, entropy, made
 from support.problems import full_grads, largest
+from support.ranks import launch
 from support.tables import each
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 
 Tree = dict[str, torch.Tensor]
@@ -290,8 +290,8 @@ def breaks(where: str, who: tuple[int, ...]) -> tuple[Tree, list[str]]:
 
 @pytest.mark.parametrize(("where", "who"), each(["forward", "inner backward", "backward"], [(0, 1), (1,)]))
 def test_an_error_inside_the_model_costs_nothing(where: str, who: tuple[int, ...]) -> None:
-    good, _ = launch(breaks, ("", ()), nprocs=2)[0]
-    for rank, (weights, said) in enumerate(launch(breaks, (where, who), nprocs=2)):
+    good, _ = launch(breaks, ("", ()), nprocs=2, processes=True)[0]
+    for rank, (weights, said) in enumerate(launch(breaks, (where, who), nprocs=2, processes=True)):
         assert said == ["Boom" if rank in who else "RestartError"]
         assert all(torch.equal(weights[key], good[key]) for key in good)
 

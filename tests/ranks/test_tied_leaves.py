@@ -13,10 +13,10 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+from support.ranks import launch
 from torch.func import functional_call, grad, grad_and_value
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 
 STEPS, RATE = 3, 0.5
 Tree = dict[str, torch.Tensor]

@@ -13,11 +13,11 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from support.driven import raised
 from support.problems import Tree, batch, full_grads, largest
+from support.ranks import launch
 from support.staged import HEAD, loss_fn, plain, stages, start, weights
 from support.tables import each
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 
 PRESETS = ("zero3", "zero2")

@@ -14,10 +14,11 @@ import torch.utils._pytree as pytree
 from hypothesis import given
 from hypothesis import strategies as st
 from support.problems import LOOPS, batch, mesh_and_placement, net
+from support.ranks import launch
 from support.tables import each, product
 
 import functional_fsdp as fsdp
-from functional_fsdp import Schedule, TreeError, launch
+from functional_fsdp import Schedule, TreeError
 from functional_fsdp._optim.optimizer import portions
 from functional_fsdp._runtime.lanes import HostLanes
 from functional_fsdp._state.update import _beside, apply_optimizer, counting, in_place, keep, put_back
