@@ -310,7 +310,7 @@ def test_soups_are_averages(preset: str, tmp_path: Path) -> None:
         x, y = batch(9, 0)
         return -(functional_call(model, weights, (x,)) - y).square().mean().item()
 
-    for seen, whole, best, counts in launch(cooked, (preset, str(tmp_path)), nprocs=ranks_of(preset)):
+    for seen, whole, best, counts in launch(cooked, (preset, str(tmp_path)), nprocs=ranks_of(preset), processes=True):
         assert largest(whole, {k: torch.stack([one[k] for one in seen]).mean(0) for k in whole}) < 1e-12
         taken, had = [seen[-1]], score(seen[-1])
         for one in seen[-2::-1]:

@@ -361,7 +361,7 @@ def test_noise_in_blocks() -> None:
         finally:
             _noise.BLOCK = before
 
-    (zero3, _), (ddp, _) = launch(in_blocks, ("zero3",), nprocs=2), launch(in_blocks, ("ddp",), nprocs=2)
+    (zero3, _), (ddp, _) = (launch(in_blocks, (one,), nprocs=2, processes=True) for one in ("zero3", "ddp"))
     assert all(torch.equal(ddp["first"][key], zero3["first"][key]) for key in zero3["first"])
     draws = zero3["first"]["a.w"]
     assert draws.unique().numel() > 0.99 * WIDE

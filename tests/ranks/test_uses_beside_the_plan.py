@@ -168,7 +168,7 @@ def in_another_order(names: str) -> str:
 
 
 def test_collectives_that_would_not_fit_are_not_issued() -> None:
-    said = launch(in_another_order, ("ab",), nprocs=2, timeout=2)
+    said = launch(in_another_order, ("ab",), nprocs=2, timeout=2, processes=True)
     assert any("ScheduleError: this rank is about to issue all_gather of" in one for one in said)
     assert not [one for one in said if one.startswith("went on")]
 
@@ -201,7 +201,7 @@ def slow_ranks(steps: int) -> list[Any]:
 
 
 def test_who_is_slow_leaves_nothing_out() -> None:
-    assert launch(slow_ranks, (6,), nprocs=4, timeout=30) == [[{}]] * 4
+    assert launch(slow_ranks, (6,), nprocs=4, timeout=30, processes=True) == [[{}]] * 4
 
 
 def elsewhere() -> tuple[str, int]:

@@ -29,7 +29,7 @@ def launch(
     """As `fsdp.launch`; where, what is called decides. Only processes can wait for too long.
 
     Args:
-        processes: always on processes, as whole steps that are compiled.
+        processes: always on processes: what compiles whole steps, or patches or counts in what ranks would share.
     """
     called = re.sub(r" at 0x\w+", "", repr((fn.__name__, args, kwargs, nprocs)))
     drawn = nprocs > 1 and zlib.crc32(called.encode()) % EACH == 0  # a world of one sends nothing
