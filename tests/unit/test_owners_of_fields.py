@@ -93,7 +93,7 @@ def from_outside(tree: ast.AST, alone: frozenset[str]) -> Iterator[str]:
     """Assignments to fields of owners that are not made by their own class."""
     own = {id(node): owner for owner in classes(tree) if owner.name in OWNERS for node in ast.walk(owner)}
     for node in ast.walk(tree):
-        calls = [node] if isinstance(node, ast.Call) and path_of(node.func) == "setattr" else []
+        calls = [node] if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr" else []
         if any(is_owner(call.args[0]) for call in calls):
             yield ast.unparse(node)
         for target in assigned(node):
