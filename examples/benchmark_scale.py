@@ -2,14 +2,17 @@
 
     python examples/benchmark_scale.py                       # every row; some take minutes
     python examples/benchmark_scale.py 1000x64 10000x512     # leaves x units
+    python examples/benchmark_scale.py 50000x64 --without step    # no steps, which take longest
 
 Leaves are small, [4, 4], so that what is measured is the work a leaf and a unit cost, and not their bytes. Layout and
 plan are those of one rank, on 8, 1,024 and 16,384 ranks on paper. The others are on one rank, without a GPU; FSDP2
-wraps each unit and then the model, and DCP saves and loads the same tensors.
+wraps each unit and then the model, and DCP saves and loads the same tensors. The last row of each size has what this
+package takes over what the others take. What is measured is shown on standard error as it comes.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
@@ -54,6 +57,7 @@ def seconds(found: dict[str, float], what: str, work: Callable[[], Any]) -> Any:
     begin = time.process_time()
     made = work()
     found[what] = time.process_time() - begin
+    print(f"{what} {found[what]:.2f}", end="  ", file=sys.stderr, flush=True)
     return made
 
 
@@ -62,7 +66,7 @@ def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def ours(leaves: int, units: int, folder: Path) -> dict[str, float]:
+def ours(leaves: int, units: int, folder: Path, steps: bool) -> dict[str, float]:
     found: dict[str, float] = {}
     params, model = fsdp.functionalize(Net(leaves, units))
     for ranks in RANKS:
@@ -76,14 +80,14 @@ def ours(leaves: int, units: int, folder: Path) -> dict[str, float]:
         after, _ = forward_backward(state, batch)
         return fsdp.step(after)
 
-    state = seconds(found, "first step", step)
-    state = seconds(found, "a step", step)
+    for what in ("first step", "a step") if steps else ():
+        state = seconds(found, what, step)
     seconds(found, "save", lambda: fsdp.save(state, folder / "ours"))
     seconds(found, "load", lambda: fsdp.load(folder / "ours", like=state))
     return found
 
 
-def theirs(leaves: int, units: int, folder: Path) -> dict[str, float]:
+def theirs(leaves: int, units: int, folder: Path, steps: bool) -> dict[str, float]:
     found: dict[str, float] = {}
     mesh, net, batch = fsdp.local_mesh(), Net(leaves, units), torch.ones(2, 4)
 
@@ -100,8 +104,8 @@ def theirs(leaves: int, units: int, folder: Path) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
 
-    seconds(found, "first step", step)
-    seconds(found, "a step", step)
+    for what in ("first step", "a step") if steps else ():
+        seconds(found, what, step)
     kept = {
         f"{kind}.{path}": torch.ones(16) for kind in ("main", "mean", "square") for path, _ in net.named_parameters()
     }
@@ -113,16 +117,26 @@ def theirs(leaves: int, units: int, folder: Path) -> dict[str, float]:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    chosen = [tuple(map(int, one.split("x"))) for one in sys.argv[1:]] or ROWS
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("sizes", nargs="*", help="leaves x units, as 1000x64")
+    parser.add_argument("--without", choices=["step"], help="what is not measured")
+    args = parser.parse_args()
+    chosen = [tuple(map(int, one.split("x"))) for one in args.sizes] or ROWS
     columns = [*(f"plan {ranks}" for ranks in RANKS), "shard", "first step", "a step", "save", "load"]
     print(f"| leaves | units | | {' | '.join(columns)} |\n|{'---|' * (3 + len(columns))}")
     for who in (ours, theirs):  # what the first one imports
         with tempfile.TemporaryDirectory() as folder:
-            who(8, 2, Path(folder))
+            who(8, 2, Path(folder), True)
     for leaves, units in chosen:
+        rows: dict[str, dict[str, float]] = {}
         for name, who in (("functional-fsdp", ours), ("FSDP2, DCP", theirs)):
+            print(f"\n{name}, {leaves:,} leaves, {units:,} units:", end="  ", file=sys.stderr)
             with tempfile.TemporaryDirectory() as folder:
-                found = who(leaves, units, Path(folder))
+                rows[name] = who(leaves, units, Path(folder), args.without != "step")
+        here, there = rows.values()
+        rows["ratio"] = {name: here[name] / value for name, value in there.items()}
+        print(file=sys.stderr)
+        for name, found in rows.items():
             cells = " | ".join(f"{found[column]:.2f}" if column in found else "" for column in columns)
             print(f"| {leaves:,} | {units:,} | {name} | {cells} |", flush=True)
 

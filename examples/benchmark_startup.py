@@ -2,6 +2,7 @@
 
     python examples/benchmark_startup.py                                   # CPU (gloo): a tiny Llama on 2 ranks
     python examples/benchmark_startup.py --ranks 4 --size 8b --rounds 3    # GPUs (NCCL): Llama-3-8B
+    python examples/benchmark_startup.py --ranks 1 --size 1b               # one GPU: Llama-3.2-1B
 
 | row       | what it is                                                                                             |
 |-----------|--------------------------------------------------------------------------------------------------------|
@@ -21,7 +22,9 @@ left. Rows that shared a process would mislead: who comes second finds a warm ca
 | sixth         | from the beginning of `build` to the end of the sixth step                       |
 | whole         | from the start of the process to the end of the sixth step                       |
 
-Below each row stands where the seconds of `sixth` went, by `T.startup`.
+Below each row stands where the seconds of `sixth` went, by `T.startup`; the same columns in CPU seconds of rank 0 and
+its compilers, which a busy machine does not change; and events: modules imported, and by torch's own counters graphs
+that Dynamo traced, that AOTAutograd and Inductor made, and that came from a cache.
 """
 
 from __future__ import annotations
@@ -56,12 +59,17 @@ SIZES: dict[str, dict[str, Any]] = {
         "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
     },
+    "1b": {
+        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
     "8b": {
         "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 500000.0,
     },
 }  # fmt: skip
-SHAPES = {"tiny": (2, 64), "8b": (1, 4096)}
+SHAPES = {"tiny": (2, 64), "1b": (1, 4096), "8b": (1, 4096)}
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -126,6 +134,27 @@ def fsdp2(build: Callable[[], Any], mesh: Any, dtype: torch.dtype) -> Step:
     return step
 
 
+def cpu_seconds() -> float:
+    """Of this process, and of those that it started and that have ended."""
+    return sum(os.times()[:4])
+
+
+def events(before: int) -> dict[str, int]:
+    """How often what takes long was done, by torch's counters."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    counters: Any = dynamo.counters if dynamo is not None else {}
+    found = {"modules": len(sys.modules) - before}
+    for name, kind, keys in (
+        ("graphs", "stats", ("unique_graphs",)),
+        ("AOT graphs", "aot_autograd", ("total",)),
+        ("AOT cached", "aot_autograd", ("autograd_cache_hit",)),
+        ("Inductor graphs", "inductor", ("fxgraph_cache_miss", "fxgraph_cache_bypass")),
+        ("Inductor cached", "inductor", ("fxgraph_cache_hit",)),
+    ):
+        found[name] = sum(counters.get(kind, {}).get(key, 0) for key in keys)
+    return found
+
+
 def worker(args: Namespace) -> None:
     """One rank of one row, in a process of its own. Rank 0 prints the seconds as JSON."""
     import transformers
@@ -136,14 +165,15 @@ def worker(args: Namespace) -> None:
         importlib.import_module("functional_fsdp.transforms")
     warnings.simplefilter("ignore")
     seconds = {"import": time.time() - STARTED}
-    last = [time.time()]
+    cpu = {"import": cpu_seconds()}
+    last = [time.time(), cpu_seconds()]
 
     def mark(name: str) -> None:
         if cuda:
             torch.cuda.synchronize()
-        now = time.time()
-        seconds[name] = now - last[0]
-        last[0] = now
+        now = [time.time(), cpu_seconds()]
+        seconds[name], cpu[name] = now[0] - last[0], now[1] - last[1]
+        last[:] = now
 
     if args.worker == "here":
         from functional_fsdp import transforms
@@ -160,7 +190,9 @@ def worker(args: Namespace) -> None:
     mark("groups")
     from functional_fsdp import transforms as T  # of the other row, whose own clock begins after it
 
-    begin = last[0] = time.time()
+    begin = time.time()
+    last[:] = begin, cpu_seconds()
+    imported = len(sys.modules)
     sizes = SIZES[args.size] | ({"num_hidden_layers": args.layers} if args.layers else {})
     transformers.AttentionInterface.register("causal", sdpa_attention_forward)  # which needs no mask on the host
     config = transformers.LlamaConfig(**sizes, use_cache=False, attn_implementation="causal")  # type: ignore[call-arg]
@@ -179,9 +211,12 @@ def worker(args: Namespace) -> None:
     watch.__exit__(None, None, None)
     seconds["whole"] = sum(seconds.values())
     seconds["sixth"] = end - begin
+    cpu["whole"] = sum(cpu.values())
+    cpu["sixth"] = cpu["whole"] - cpu["import"] - cpu["groups"]
     assert loss is not None
     if dist.get_rank() == 0:
-        found = {"seconds": seconds, "parts": report.seconds, "loss": loss.item(), "modules": len(sys.modules)}
+        found = {"seconds": seconds, "parts": report.seconds, "cpu": cpu, "events": events(imported)}
+        found["loss"] = loss.item()
         print("RESULT " + json.dumps(found), flush=True)
     del step  # NCCL waits for graphs that hold its collectives when groups are destroyed
     gc.collect()
@@ -192,6 +227,7 @@ def ran(row: str, args: Namespace, caches: Path) -> dict[str, Any]:
     """A row in processes of its own, with these caches."""
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton"),
+        "TMPDIR": str(caches),  # where compiled headers go
         "OMP_NUM_THREADS": "1" if not torch.cuda.device_count() else os.environ.get("OMP_NUM_THREADS", "8"),
     }  # fmt: skip
     given = ["--worker", row, "--size", args.size, "--layers", str(args.layers)]
@@ -225,9 +261,11 @@ def main() -> None:
                     result = ran(row, args, Path(folder))
                     found.setdefault((row, kind), []).append(result)
                     said = "  ".join(f"{name} {value:.2f}" for name, value in result["seconds"].items())
-                    print(f"{row:6} {kind}  {said}  loss {result['loss']:.4f}  {result['modules']} modules", flush=True)
-                    parts = "  ".join(f"{name} {value:.2f}" for name, value in result["parts"].items())
-                    print(f"            {parts}", flush=True)
+                    print(f"{row:6} {kind}  {said}  loss {result['loss']:.4f}", flush=True)
+                    for which in ("parts", "cpu"):
+                        values = "  ".join(f"{name} {value:.2f}" for name, value in result[which].items())
+                        print(f"       {which:6} {values}", flush=True)
+                    print(f"       events {result['events']}", flush=True)
     columns = [*next(iter(found.values()))[0]["seconds"]]
     print(f"\n| row | caches | {' | '.join(columns)} |\n|---|---|{'---:|' * len(columns)}")
     middle = {

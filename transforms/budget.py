@@ -53,16 +53,17 @@ def budget(model: M, nbytes: int, *patterns: str, moves: bool = True, hardware: 
     A part of a block is a direct child that is called. For each there are bytes that it keeps and seconds to run it
     again, or to move it; of two ways for two groups of blocks those are taken that free enough in the least time. The
     peak of the choice is then rehearsed, as `T.step_memory` does, and if it is over, the next one is taken. Values and
-    gradients are those of the model as it is, see `T.remat`. A captured step follows the choice of its warm-up. Within
-    a unit a recomputation uses the weights that are gathered for its backward anyway.
+    gradients are those of the model as it is, see `T.remat`. The choice is the same eagerly, in a captured step (which
+    follows that of its warm-up) and with `compile=`: there blocks recompute and move around their compiled code, and
+    what these keep less is not counted. Within a unit a recomputation uses the weights that are gathered for its
+    backward anyway.
 
     Collective: in the first call an exchange on the host: all ranks follow the one whose batch takes most. The plan
     of the run says what was chosen (`state.cursor.plan.activations`), and so do its checkpoints: `activations` in their
     `layout.json`, the way of each block by its path.
 
     Raises:
-        SpecError: bytes that are no positive number; no modules to choose for; with `compile=`, where what units keep
-            is the compiler's choice (`T.compile_units` of parts does go).
+        SpecError: bytes that are no positive number; no modules to choose for; with `second_order=True`.
         ScheduleError (from the first call, on all ranks): not even the least that blocks can keep fits; in a traced
             step.
 

@@ -14,6 +14,7 @@ from functional_fsdp import ScheduleError, SpecError, TreeError
 from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import refuse, skeleton_of, traced_as
 
+from ._compile.compile_units import called
 from ._modules.unit_modules import each_leaf, outermost
 from ._remat.across_jvp import across_jvp, in_one_jvp, keeps_nothing
 from ._remat.draws import generators_of
@@ -80,8 +81,10 @@ def remat(
     output others change in place is run again; from the next call on a copy of its output is kept, if it shares no
     memory with what the part was given.
 
-    In compiled code (`T.compile`, `torch.compile`, `compile=True`, T.compile_units around the module) what is kept is
-    the compiler's choice: `remat` and `save` mean nothing, `offload` is an error. A part may be compiled itself.
+    In compiled code (`T.compile`, `torch.compile`, T.compile_units around the module) what is kept is the compiler's
+    choice: `remat` and `save` mean nothing, `offload` is an error. A part may be compiled itself. With `compile=True` a
+    unit that recomputes or is moved does so around its compiled code; of one with parts the innermost parts are
+    compiled, and what is between them is not. Parts of a unit that itself keeps everything are in its compiled code.
 
     Raises:
         SpecError: a pattern that matches no module, or no part of a module; a module that is never called, as a
@@ -230,7 +233,7 @@ def _checkpoint(
 def _bound(cls: type[nn.Module], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Run a module, whose weights are gone when it runs again if `bind` lent them for the forward."""
     try:
-        return cls.__call__(module, *args, **kwargs)
+        return called(cls, module, *args, **kwargs)
     except TreeError as error:
         if torch_private.autograd_node() is None:  # it is the forward
             raise
@@ -297,7 +300,7 @@ def _recomputed(cls: type[nn.Module], draws: bool) -> type[nn.Module]:
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
             return _module(cls, draws, self, *args, **kwargs)
 
-        body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "_around": cls}
         _RECOMPUTED[cls, draws] = type(cls.__name__, (cls,), body)
     return _RECOMPUTED[cls, draws]
 
@@ -312,9 +315,9 @@ def _become_part(verb: str, path: str, module: nn.Module, part: KeptPart) -> Non
     if cls not in _PARTS:
 
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return _part(vars(self)["_part"], partial(cls.__call__, self), args, kwargs, self)
+            return _part(vars(self)["_part"], partial(called, cls, self), args, kwargs, self)
 
-        body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "_around": cls}
         _PARTS[cls] = type(cls.__name__, (cls,), body)
     module.__dict__["_part"] = part
     module.__class__ = _PARTS[cls]

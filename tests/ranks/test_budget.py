@@ -76,10 +76,10 @@ def most() -> int:
     return T.step_memory(T.forward_backward(model, loss_fn), state, data(1)).peak
 
 
-def made(nbytes: int, moves: bool) -> tuple[fsdp.State, Any]:
+def made(nbytes: int, moves: bool, **options: Any) -> tuple[fsdp.State, Any]:
     params, model = fsdp.functionalize(net())
     state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
-    return state, T.forward_backward(T.budget(model, nbytes, moves=moves), loss_fn)
+    return state, T.forward_backward(T.budget(model, nbytes, moves=moves), loss_fn, **options)
 
 
 def trained(nbytes: int, moves: bool) -> tuple[Any, int, dict[str, torch.Tensor], bool]:
@@ -117,6 +117,24 @@ def test_a_budget_is_kept_on_all_ranks_alike_with_the_gradients_of_the_module(sh
         assert any("recomputed" in way or "moved" in way for way in choice.ways.values())
         assert moves or not any("moved" in way for way in choice.ways.values())
         assert f"peak {choice.peak / 2**30:.2f} GiB" in repr(choice)
+
+
+def test_the_choice_is_the_same_where_units_are_compiled() -> None:
+    found = []
+    for compile in (False, {"backend": "aot_eager"}):
+        torch._dynamo.reset()
+        state, forward_backward = made(int(0.6 * most()), False, compile=compile)
+        for _ in range(2):
+            state, _ = forward_backward(state, data(1))
+            state = fsdp.step(state)
+        units = [call for call in forward_backward.driver.unit_calls if call.path.startswith("blocks")]
+        assert all((call.compiled is not None or call.within != []) is bool(compile) for call in units)
+        found.append((forward_backward.choice, fsdp.full_params(state)))
+    (choice, weights), (other, compiled) = found
+    assert choice == other
+    assert choice.ways
+    for path, w in weights.items():
+        torch.testing.assert_close(compiled[path], w, rtol=1e-9, atol=1e-12)
 
 
 def saved(nbytes: int, folder: str) -> tuple[dict[str, str], str]:
@@ -186,8 +204,8 @@ def test_what_cannot_be_chosen_is_refused() -> None:
         T.budget(nn.Linear(2, 2), 100)
     with pytest.raises(fsdp.SpecError, match=r"hardware='abacus': expected one of 'H100'"):
         T.budget(model, 100, hardware="abacus")
-    with pytest.raises(fsdp.SpecError, match=r"forward_backward\(compile=...\) of a model of T.budget"):
-        T.forward_backward(T.budget(model, 100), loss_fn, compile=True)
+    with pytest.raises(fsdp.SpecError, match=r"forward_backward\(second_order=...\) of a model of T.budget"):
+        T.forward_backward(T.budget(model, 100), loss_fn, second_order=True)
     params, _ = fsdp.functionalize(net())
     state = fsdp.abstract_state(params, fsdp.Spec({"data": 2}), fsdp.sgd(lr=0.1))
     with pytest.raises(fsdp.ScheduleError, match=r"T.budget: a graph is made of this step"):

@@ -26,7 +26,7 @@ from .._modules.unit_modules import NEVER_CALLED, UnitModule, outermost
 from .code import Code, with_late_copies
 from .startup import Clock, finish_start
 
-__all__ = ["Compiled", "Compiler", "Options", "compile_units", "refuse_around"]
+__all__ = ["Compiled", "Compiler", "Options", "called", "compile_units", "own_class", "refuse_around"]
 
 M = TypeVar("M", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -125,8 +125,18 @@ class Compiler:
         one compilation serves all of them; where none does, all. One of torch's own layers alone is one kernel, which
         compilation makes no faster."""
         some = [part for part in modules if [*part.children()] or not type(part).__module__.startswith("torch.nn.")]
-        times = Counter(map(type, some))
-        return {part for part in some if times[type(part)] > 1} or set(some)
+        times = Counter(own_class(type(part)) for part in some)
+        return {part for part in some if times[own_class(type(part))] > 1} or set(some)
+
+    def within(self, module: nn.Module, path: str) -> list[nn.Module]:
+        """Compile what a module that recomputes or moves runs within that: all of its own code; or, where parts of it
+        are kept, moved or recomputed, the innermost of these, since no graph goes over their borders. Returns the
+        modules that are compiled so."""
+        inner = {name: part for name, part in module.named_modules() if name and {"_part", "_remat"} & {*vars(part)}}
+        found = {n: part for n, part in inner.items() if not any(other.startswith(f"{n}.") for other in inner)}
+        for name, part in (found or {"": module}).items():
+            part.__dict__["_within"] = Compiled(self, f"{path}.{name}".strip("."), own_class(type(part)))
+        return [*found.values()] or [module]
 
     def code(self, what: Any, template: Callable[..., Any]) -> Code:
         """The template, compiled, with a code object of its own for this class (or function)."""
@@ -280,6 +290,21 @@ def _transformed(unit: Compiled) -> bool:
         stacklevel=3,
     )
     return True
+
+
+def own_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module below those that `T.remat` and `T.offload` gave it."""
+    while "_around" in vars(cls):
+        cls = vars(cls)["_around"]
+    return cls
+
+
+def called(cls: type[nn.Module], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """`cls.__call__(module, ...)`, compiled where that is to be so within what recomputes or moves."""
+    within = vars(module).get("_within")
+    if within is not None and within.cls is cls:
+        return within.module(cls, cls.__call__, module, args, kwargs)
+    return cls.__call__(module, *args, **kwargs)
 
 
 def refuse_around(model: nn.Module, unit_modules: Iterable[UnitModule], chosen: Collection[nn.Module] = ()) -> None:

@@ -139,11 +139,10 @@ class ForwardBackward(Generic[Out]):
         self.budget: Any = vars(model).get("_budget")  # what of it is still to be chosen, see `T.budget`
         self.choice: Any = None
         self.compile = compile
-        if self.budget is not None and (second_order or compile is not False):
+        if self.budget is not None and second_order:
             raise SpecError(
-                f"forward_backward({'second_order' if second_order else 'compile'}=...) of a model of T.budget: what "
-                "units keep is not the budget's to choose there. Leave one of them out; parts of units may be compiled "
-                "(T.compile_units)."
+                "forward_backward(second_order=...) of a model of T.budget: what units keep is not the budget's to "
+                "choose there. Leave one of them out."
             )
         self.driver: Driver | Whole = Whole(model) if second_order else Driver(model, compile)
         self.buffers = Buffers(self.driver.model, buffers)

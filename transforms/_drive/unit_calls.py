@@ -19,7 +19,7 @@ import torch.nn.modules.module as GLOBAL
 from functional_fsdp import PackedWeight, ScheduleError
 from functional_fsdp._seams import local_part, ranges, torch_private
 
-from .._compile.compile_units import Compiled, Compiler
+from .._compile.compile_units import Compiled, Compiler, own_class
 from .._modules.unit_modules import Leaf, UnitModule, map_tensors
 from . import levels
 from .buffers import WriteWatch, changed, clear, place, version
@@ -72,7 +72,12 @@ class UnitCall:
         self.storages: list[int] = []
         self.given: Given = []
         self.own_class = type(module)
-        self.compiled = Compiled(compiler, unit_module.path, self.own_class) if compiler else None
+        self.compiled: Compiled | None = None
+        self.within: list[nn.Module] = []  # what is compiled within what recomputes or moves
+        if compiler and own_class(self.own_class) is not self.own_class:
+            self.within = compiler.within(module, unit_module.path)
+        elif compiler:
+            self.compiled = Compiled(compiler, unit_module.path, self.own_class)
         module.__class__ = entered(self.own_class)
         module.__dict__["_unit_call"] = self
 
@@ -80,6 +85,8 @@ class UnitCall:
         """The module as it was."""
         self.module.__class__ = self.own_class
         del self.module.__dict__["_unit_call"]
+        for part in self.within:
+            del part.__dict__["_within"]
 
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
         """Weights into the slots."""
