@@ -263,8 +263,8 @@ def main() -> None:
                     said = "  ".join(f"{name} {value:.2f}" for name, value in result["seconds"].items())
                     print(f"{row:6} {kind}  {said}  loss {result['loss']:.4f}", flush=True)
                     for which in ("parts", "cpu"):
-                        values = "  ".join(f"{name} {value:.2f}" for name, value in result[which].items())
-                        print(f"       {which:6} {values}", flush=True)
+                        said = "  ".join(f"{name} {value:.2f}" for name, value in result[which].items())
+                        print(f"       {which:6} {said}", flush=True)
                     print(f"       events {result['events']}", flush=True)
     columns = [*next(iter(found.values()))[0]["seconds"]]
     print(f"\n| row | caches | {' | '.join(columns)} |\n|---|---|{'---:|' * len(columns)}")

@@ -527,7 +527,8 @@ def test_in_compiled_code_nothing_is_moved() -> None:
 
 def test_units_recompute_around_their_compiled_code_which_is_one_for_all() -> None:
     torch._dynamo.reset()
-    made_of, ran = [], []
+    made_of: list[Any] = []
+    ran: list[Any] = []
 
     def boxed(graph: Any, inputs: Any, log: Any = None) -> Any:
         def call(args: Any) -> Any:
