@@ -13,9 +13,11 @@ What takes long to import is a function here.
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from importlib import import_module
 from types import CodeType
 from typing import Any
 
@@ -354,6 +356,27 @@ def inductor() -> Any:
     import torch._inductor.custom_graph_pass
 
     return torch._inductor
+
+
+#: what a first compilation imports as it goes
+LATE = (
+    "sympy.physics.units", "torch.distributed.tensor.experimental", "torch.export._trace",
+    "torch._dynamo.backends.distributed", "torch._inductor.codegen.memory_planning", "torch._inductor.fx_passes.pad_mm",
+    "torch._inductor.fx_passes.misc_patterns", "torch._inductor.fx_passes.fuse_attention",
+    "torch._inductor.fx_passes.quantization", "torch._inductor.fx_passes.serialized_patterns",
+)  # fmt: skip
+
+
+def import_late() -> None:
+    """Import what Inductor's first compilation would import. Of a torch that has something elsewhere, what there is."""
+    for name in LATE:
+        with suppress(ImportError):
+            import_module(name)
+    patterns = getattr(sys.modules.get(LATE[-1]), "__path__", ())
+    for found in pkgutil.iter_modules(patterns):
+        import_module(f"{LATE[-1]}.{found.name}")
+    common = import_module("torch._inductor.codegen.common")
+    getattr(common, "init_backend_registration", lambda: None)()  # code of each kind of device
 
 
 def start_compilers() -> None:

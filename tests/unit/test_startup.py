@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -234,6 +236,7 @@ original = torch_private.dynamo
 torch_private.dynamo = noted("dynamo", first=True)
 torch_private.start_compilers = noted("processes")
 torch_private.inductor = noted("inductor")
+torch_private.import_late = noted("late")
 T.start_compilers()
 T.start_compilers()
 assert log == []  # nothing is waited for here
@@ -242,7 +245,7 @@ go.set()
 FINISH
 there = {thread.name for thread in threading.enumerate()}
 assert "start_compilers" not in there, there
-assert [name for name, _ in log] == ["dynamo", "processes", "inductor"], log
+assert [name for name, _ in log] == ["dynamo", "processes", "inductor", "late"], log
 assert {who for _, who in log} == {"start_compilers"}
 """
 FINISHES = {
@@ -257,6 +260,38 @@ def test_compilers_start_on_a_thread_which_what_compiles_waits_for(finish: str) 
         [sys.executable, "-c", PROGRAM.replace("FINISH", FINISHES[finish])], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+
+
+FIRST = """
+import sys, torch, functional_fsdp as fsdp, functional_fsdp.transforms as T
+from functional_fsdp.transforms._compile.startup import finish_start
+
+class Part(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x):
+        return x @ self.w
+
+T.start_compilers()
+finish_start()
+params, model = fsdp.functionalize(torch.nn.Sequential(Part(), Part()))
+state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()))
+forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean(), compile=True)
+before = len(sys.modules)
+forward_backward(state, torch.ones(3, 4))
+assert torch._dynamo.utils.counters["inductor"]["extern_calls"] > 0  # Inductor compiled it
+print(len(sys.modules) - before)
+"""
+
+
+def test_what_a_first_compilation_would_import_is_there(tmp_path: Path) -> None:
+    """It imports 115 modules where only Dynamo and Inductor are there, and 243 where there is more in the graph."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 50
 
 
 def test_a_step_that_is_compiled_waits_for_it_too(monkeypatch: pytest.MonkeyPatch) -> None:

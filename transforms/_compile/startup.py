@@ -249,3 +249,4 @@ def _start() -> None:
         torch_private.dynamo()
         torch_private.start_compilers()
         torch_private.inductor()
+        torch_private.import_late()
