@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.utils._pytree as pytree
-from support.derivatives import WIDTH, Net, Random, numbers
+from support.derivatives import WIDTH, Net, numbers
 from support.driven import raised, start
 from support.problems import full_grads
 from torch.autograd import forward_ad
@@ -65,40 +65,6 @@ def apart(got: Tree, want: Tree) -> float:
     """The largest difference, beside the largest value."""
     most = max([1.0, *(float(g.abs().max()) for g in want.values())])
     return max(float((got[path] - g).abs().max()) for path, g in want.items()) / most
-
-
-# ---------------------------------------------------------------- random losses
-
-
-def of_random(preset: str, seeds: Sequence[int], depth: int = 3) -> list[str]:
-    """What goes wrong, of the cases of these seeds."""
-    wrong = []
-    for seed in seeds:
-        case = Random(seed, depth)
-        spec: dict[str, Any] = {"units": case.units} if case.units else {}
-        spec["schedule"] = fsdp.Schedule(prefetch=case.prefetch, debug=seed % 2 == 0)
-        far = driven_apart(case.module, case.loss, preset, case.microbatches, **spec)
-        if not far < 1e-9:
-            wrong.append(f"{far} apart, of {case!r}")
-    return wrong
-
-
-WORLDS = [("zero3", 1), ("zero3", 2), ("zero3", 4), ("zero2", 2), ("ddp", 2), ("hsdp", 4)]
-ROWS = [
-    ("zero3", 1, range(2)),
-    ("zero3", 2, (59, 79, *range(5, 8))),
-    ("zero2", 2, (11,)),
-    ("hsdp", 4, (14,)),
-]
-LARGE = [(preset, n, range(1000 + 100 * i, 1050 + 100 * i)) for i, (preset, n) in enumerate(WORLDS)]
-
-
-@pytest.mark.parametrize(
-    ("preset", "nprocs", "seeds"), [*ROWS, *(pytest.param(*row, marks=pytest.mark.large) for row in LARGE)]
-)
-def test_random_losses(preset: str, nprocs: int, seeds: Sequence[int]) -> None:
-    for wrong in launch(of_random, (preset, [*seeds]), nprocs=nprocs, simulate=True):
-        assert not wrong, "\n".join(wrong)
 
 
 # ---------------------------------------------------------------- losses that people write

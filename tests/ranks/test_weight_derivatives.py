@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from ranks.test_derivatives import LOSSES, WORLDS, Smooth, mean_flow, penalty
-from support.derivatives import WIDTH, Net, Random, numbers
+from ranks.test_derivatives import LOSSES, Smooth, mean_flow, penalty
+from support.derivatives import WIDTH, Net, numbers
 from support.driven import raised, start
 from support.problems import full_grads, mesh_and_placement
 from torch.func import grad
@@ -88,35 +88,6 @@ def apart(
         "jvp": far(along, moved),
         "pullback": max(far(got[path], t) for path, t in pulled.items()),
     }
-
-
-# ---------------------------------------------------------------- random losses
-
-
-def of_random(preset: str, seeds: Sequence[int], depth: int = 2) -> list[str]:
-    """What goes wrong, of the cases of these seeds."""
-    wrong = []
-    for seed in seeds:
-        case = Random(seed, depth)
-        spec: dict[str, Any] = {"units": case.units} if case.units else {}
-        spec["schedule"] = fsdp.Schedule(prefetch=case.prefetch, debug=seed % 2 == 0)
-        state, model = start(case.module(), preset, **spec)
-        found = apart(state, model.train(), case.module(), case.loss, 10 * dist.get_rank())[1]
-        if not max(found.values()) < 1e-9:
-            wrong.append(f"{found}, of {case!r}")
-    return wrong
-
-
-ROWS = [("zero3", 1, range(2)), ("zero3", 2, range(3, 5)), ("zero2", 2, (6,)), ("hfsdp", 4, (8,))]
-LARGE = [(preset, n, range(1000 + 100 * i, 1050 + 100 * i)) for i, (preset, n) in enumerate(WORLDS)]
-
-
-@pytest.mark.parametrize(
-    ("preset", "nprocs", "seeds"), [*ROWS, *(pytest.param(*row, marks=pytest.mark.large) for row in LARGE)]
-)
-def test_random_losses(preset: str, nprocs: int, seeds: Sequence[int]) -> None:
-    for wrong in launch(of_random, (preset, [*seeds]), nprocs=nprocs, simulate=True):
-        assert not wrong, "\n".join(wrong)
 
 
 # ---------------------------------------------------------------- losses that people write, and products

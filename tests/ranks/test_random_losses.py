@@ -1,0 +1,67 @@
+"""Random losses with derivatives inside, against the plain module in float64: gradients, jvp and pullback of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks.test_derivatives import driven_apart
+from ranks.test_weight_derivatives import apart
+from support.derivatives import Random
+from support.driven import start
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+
+
+def of_gradients(case: Random, preset: str, spec: Any) -> float:
+    return driven_apart(case.module, case.loss, preset, case.microbatches, **spec)
+
+
+def of_products(case: Random, preset: str, spec: Any) -> float:
+    state, model = start(case.module(), preset, **spec)
+    found = apart(state, model.train(), case.module(), case.loss, 10 * dist.get_rank())[1]
+    return max(found.values())
+
+
+KINDS = {"gradients": (of_gradients, 3), "products": (of_products, 2)}  # and how deep transforms are nested
+
+
+def of_random(kind: str, preset: str, seeds: Sequence[int]) -> list[str]:
+    """What goes wrong, of the cases of these seeds."""
+    of, depth = KINDS[kind]
+    wrong = []
+    for seed in seeds:
+        case = Random(seed, depth)
+        spec: dict[str, Any] = {"units": case.units} if case.units else {}
+        spec["schedule"] = fsdp.Schedule(prefetch=case.prefetch, debug=seed % 2 == 0)
+        far = of(case, preset, spec)
+        if not far < 1e-9:
+            wrong.append(f"{far} apart, of {case!r}")
+    return wrong
+
+
+WORLDS = [("zero3", 1), ("zero3", 2), ("zero3", 4), ("zero2", 2), ("ddp", 2), ("hsdp", 4)]
+ROWS = [
+    ("gradients", "zero3", 1, range(2)),
+    ("gradients", "zero3", 2, (59, 79, *range(5, 8))),
+    ("gradients", "zero2", 2, (11,)),
+    ("gradients", "hsdp", 4, (14,)),
+    ("products", "zero3", 1, range(2)),
+    ("products", "zero3", 2, range(3, 5)),
+    ("products", "zero2", 2, (6,)),
+    ("products", "hfsdp", 4, (8,)),
+]
+LARGE = [
+    (kind, preset, n, range(1000 + 100 * i, 1050 + 100 * i)) for kind in KINDS for i, (preset, n) in enumerate(WORLDS)
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "preset", "nprocs", "seeds"), [*ROWS, *(pytest.param(*row, marks=pytest.mark.large) for row in LARGE)]
+)
+def test_random_losses(kind: str, preset: str, nprocs: int, seeds: Sequence[int]) -> None:
+    for wrong in launch(of_random, (kind, preset, [*seeds]), nprocs=nprocs, simulate=True):
+        assert not wrong, "\n".join(wrong)
