@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from diffusers import DiTTransformer2DModel
 from torch.func import jvp
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn import attention
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
@@ -55,7 +55,7 @@ def mean_flow(model: Any, batch: Batch) -> torch.Tensor:
         return u
 
     at, along = (z, batch["r"], batch["t"]), (v, torch.zeros_like(batch["r"]), torch.ones_like(batch["t"]))
-    with sdpa_kernel(SDPBackend.MATH):  # the fused ones have no forward-mode derivative
+    with attention.sdpa_kernel(attention.SDPBackend.MATH):  # the fused ones have no forward-mode derivative
         u, du = jvp(velocity, at, along)  # type: ignore[misc]
     target = v - (batch["t"] - batch["r"]).view(-1, 1, 1, 1) * du
     error = (u - target.detach()).square().mean((1, 2, 3))
@@ -64,15 +64,15 @@ def mean_flow(model: Any, batch: Batch) -> torch.Tensor:
 
 def beside(steps: int) -> dict[str, Any]:
     """How far losses and weights of the driven model are from the plain module's, in steps with AdamW."""
-    model, rank = dit().train(), dist.get_rank()
+    mesh, model = fsdp.local_mesh(), dit().train()
     module, how = copy.deepcopy(model), {"lr": RATE, "weight_decay": 0.01}
     params, skeleton = fsdp.functionalize(model)
-    spec = fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data"), schedule=fsdp.Schedule(debug=True))
+    spec = fsdp.Spec(mesh, fsdp.zero3("data"), schedule=fsdp.Schedule(debug=True))
     state = fsdp.shard(params, spec, fsdp.adamw(**how), buffers=fsdp.buffers(model))
     optimizer = torch.optim.AdamW(module.parameters(), **how)
     forward_backward, losses, far = T.forward_backward(skeleton.train(), mean_flow), [], []
     for step in range(steps):
-        batch = batch_of(step, rank)
+        batch = batch_of(step, dist.get_rank())
         with seeded(state, 0):  # what drops labels draws the same
             want = mean_flow(module, batch)
         state, loss = forward_backward(state, batch)
