@@ -9,17 +9,21 @@ A vector is what gradients are: `{bucket: FlatBuffer}`, flat shards, of which a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from functional_fsdp import FlatBuffer, State, TreeError, reduce
+from functional_fsdp import FlatBuffer, State, reduce
 from functional_fsdp._seams import torch_private
-from functional_fsdp.extend import alone, gather_leaves, separate_gradients
+from functional_fsdp.extend import Session, alone, gather_leaves, separate_gradients
 
-from ._drive.chain import Stage, Stages, Weights, stages_of
+from ._drive.apply import Forward
 from ._drive.driver import eager_only
+from ._drive.jvp import Primals, moved
+from ._drive.placeholders import values
+from ._drive.stages import Stage, Stages, Weights, check_given, check_loss
 from .norms import Buffers, check_tree
 
 __all__ = ["hvp"]
@@ -66,20 +70,50 @@ def hvp(
         >>> product = T.hvp(model, loss_fn)
         >>> state, (loss, hv) = product(state, state.main, batch)  # along the weights
     """
-    walk = stages_of("hvp", model, loss_fn)
+    check_given("hvp", model, loss_fn)
+    if isinstance(model, nn.Module):
+        products = _driven(Forward("hvp", model), loss_fn)
+    else:
+        products = partial(_products, Stages("hvp", model))
 
     @torch.no_grad()
     def f(state: State, v: Buffers, batch: Any) -> tuple[State, tuple[torch.Tensor, dict[str, FlatBuffer]]]:
         check_tree(state, v, "hvp: the vector", state.layout.trainable)
-        with walk.running(state) as session:  # products are reduced in the place of gradients
-            state, loss, found = separate_gradients(state, "hvp", lambda state: _products(walk, state, v, batch))
+        session = Session(state, "hvp")
+        state, loss, found = separate_gradients(state, "hvp", lambda state: products(state, v, batch))
         return session.rest(state), (loss, found)
 
     return alone(f, "hvp", traced=eager_only("hvp"))
 
 
+def _driven(driven: Forward, loss_fn: Any) -> Callable[[State, Buffers, Any], tuple[State, torch.Tensor]]:
+    """Of any module: the jvp of its pullback. The products are the new state's gradients."""
+
+    def products(state: State, v: Buffers, batch: Any) -> tuple[State, torch.Tensor]:
+        with driven.running(state) as driver:
+            driver.deliver(reduce, None)
+
+            def gradient(model: nn.Module, batch: Any) -> torch.Tensor:
+                def inside(anchor: torch.Tensor) -> Any:
+                    driven.lend(state)
+                    with driver.lifting(Primals(driver, anchor)):
+                        return values(loss_fn(model, batch))
+
+                loss, back = vjp_of(inside, torch.zeros((), device=driver.device))
+                check_loss("hvp", "loss_fn", loss)
+                back(torch.ones_like(loss))
+                return loss
+
+            loss, _ = moved(gradient)(driver.model, v, batch)
+            driver.finish()
+            return driver.state, loss
+
+    return products
+
+
 def _products(walk: Stages, state: State, v: Buffers, batch: Any) -> tuple[State, torch.Tensor]:
     """The walk, forward and backward. The products are the new state's gradients."""
+    walk.fit(state)
     h: Any = ()  # a tuple of what a stage is given: nothing in the first
     dot: Any = ()
     inputs: list[tuple[Any, Any]] = []
@@ -95,12 +129,7 @@ def _products(walk: Stages, state: State, v: Buffers, batch: Any) -> tuple[State
         h, dot = (out,), (along,)
         state = stage.release(state)
     loss = h[0]
-    if not isinstance(loss, torch.Tensor) or loss.dim():
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TreeError(
-            f"hvp: the last stage, {walk.forward[-1].key!r}, returned {got}; expected the loss, a tensor []."
-        )
-
+    check_loss("hvp", f"the last stage, {walk.forward[-1].key!r},", loss)
     c: Any = torch.ones_like(loss)
     dot_c: Any = torch.zeros_like(loss)
     product: Weights

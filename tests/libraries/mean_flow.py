@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import copy
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from diffusers import DiTTransformer2DModel
 from torch.func import jvp
 from torch.nn import attention
 
@@ -30,7 +30,7 @@ Batch = dict[str, torch.Tensor]
 
 def dit() -> Any:
     torch.manual_seed(0)
-    return DiTTransformer2DModel(
+    return import_module("diffusers").DiTTransformer2DModel(
         num_attention_heads=2, attention_head_dim=8, in_channels=5, out_channels=4, num_layers=4, sample_size=SIZE,
         patch_size=2, num_embeds_ada_norm=CLASSES,
     ).double()  # fmt: skip
@@ -65,11 +65,11 @@ def mean_flow(model: Any, batch: Batch) -> torch.Tensor:
 def beside(steps: int) -> dict[str, Any]:
     """How far losses and weights of the driven model are from the plain module's, in steps with AdamW."""
     mesh, model = fsdp.local_mesh(), dit().train()
-    module, how = copy.deepcopy(model), {"lr": RATE, "weight_decay": 0.01}
+    module = copy.deepcopy(model)
     params, skeleton = fsdp.functionalize(model)
     spec = fsdp.Spec(mesh, fsdp.zero3("data"), schedule=fsdp.Schedule(debug=True))
-    state = fsdp.shard(params, spec, fsdp.adamw(**how), buffers=fsdp.buffers(model))
-    optimizer = torch.optim.AdamW(module.parameters(), **how)
+    state = fsdp.shard(params, spec, fsdp.adamw(lr=RATE, weight_decay=0.01), buffers=fsdp.buffers(model))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=RATE, weight_decay=0.01)
     forward_backward, losses, far = T.forward_backward(skeleton.train(), mean_flow), [], []
     for step in range(steps):
         batch = batch_of(step, dist.get_rank())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, overload
 
 import torch
@@ -20,7 +20,7 @@ from .placeholders import values
 from .settings import Settings
 from .traced_driver import graph_for, traced
 
-__all__ = ["apply"]
+__all__ = ["Forward", "apply"]
 
 Out = TypeVar("Out")  # what a function of a model returns
 
@@ -67,11 +67,7 @@ def apply(
         ...     return model.generate(ids, max_new_tokens=20, do_sample=True)
         >>> state, ids = T.apply(model, sample)(state, ids, extend.seeds(state, "sample")(k, rank))
     """
-    driver = Driver(model, compile)
-    if not training:
-        driver.model.eval()
-    buffers = Buffers(driver.model, "local")
-    settings = Settings("apply", model, driver.model, modes=training)
+    driven = Forward("apply", model, training, compile)
 
     def compute(model: nn.Module, args: Any, kwargs: Any) -> Any:
         return values(model(*args, **kwargs) if fn is None else fn(model, *args, **kwargs))
@@ -79,7 +75,7 @@ def apply(
     def in_graph(state: State, *args: Any, **kwargs: Any) -> Any:
         """Where a graph is made of the step: on a copy of the model for this graph. What was gathered ahead, and is not
         used if the state goes back to what it was, is no part of the graph."""
-        twin = traced(graph_for("apply"), applied, driver, "local", settings)
+        twin = traced(graph_for("apply"), applied, driven.driver, "local", driven.settings)
         with twin.driver.running(state, "apply"), torch.no_grad():
             twin.buffers.lend(state, twin.driver.device)
             try:
@@ -95,17 +91,43 @@ def apply(
 
     def forward(state: State, mode: Callable[[], AbstractContextManager[Any]], args: Any, kwargs: Any) -> Any:
         """`mode`: in which the model computes; what is kept is made outside it."""
-        settings.follow()
-        with driver.running(state, "apply") as number, seeded(state, number), torch.no_grad():
-            buffers.lend(state, driver.device, collects=False)
-            try:
-                with mode():
-                    out = compute(driver.model, args, kwargs)
-            finally:
-                buffers.restore()
+        with driven.running(state) as driver:
+            with mode():
+                out = compute(driver.model, args, kwargs)
             driver.release()
             session, state = driver.session, driver.state
         return session.rest(state), out
 
     run = alone(forward, "apply")
     return applied
+
+
+class Forward:
+    """A module that is driven, of whose buffers nothing is kept.
+
+    Args:
+        training: the copy follows the model's modes; else it is in evaluation mode.
+    """
+
+    def __init__(self, verb: str, model: nn.Module, training: bool = True, compile: bool | Options = False) -> None:
+        self.verb, self.driver = verb, Driver(model, compile)
+        if not training:
+            self.driver.model.eval()
+        self.buffers = Buffers(self.driver.model, "local")
+        self.settings = Settings(verb, model, self.driver.model, modes=training)
+
+    @contextmanager
+    def running(self, state: State) -> Iterator[Driver]:
+        """Within, the driver's model has this state's weights and buffers; the driver's state goes on from it."""
+        self.settings.follow()
+        driver = self.driver
+        with driver.running(state, self.verb) as number, seeded(state, number), torch.no_grad():
+            self.lend(state)
+            try:
+                yield driver
+            finally:
+                self.buffers.restore()
+
+    def lend(self, state: State) -> None:
+        """New copies of the state's buffers: within a level of torch.func's, such as may be changed there."""
+        self.buffers.lend(state, self.driver.device, collects=False)

@@ -112,6 +112,8 @@ class Driver:
         self.inner: list[Visit] = []  # through which inner backwards go
         self.lifts: list[Any] = []  # what lies beside gathered weights for levels, see `lifted`
         self.lifted = 0  # of these, the first ones: the levels that are under way
+        self.last = True  # whether no microbatch follows
+        self.samples = 0  # how many samples have gradients of their own
         self.pending: dict[str, int] = {}  # gradients of a unit that are still to come
         self.sums: dict[str, Gradients] = {}
         self.trace: tuple[list[Any], list[Any]] = ([], [])  # the order of use, forward and backward
@@ -326,6 +328,10 @@ class Driver:
             tensors = lift.lift(tensors, leaves, copied)
         return tensors
 
+    def spread(self, weights: Tensors) -> Tensors:
+        """These, or for each sample one of each: so gradients are each sample's."""
+        return [t.expand(self.samples, *t.shape) for t in weights] if self.samples else weights
+
     def release(self, units: tuple[str, ...] | None = None) -> None:
         """Give back units, by default all."""
         if self.inner and units is None:
@@ -369,7 +375,7 @@ class Driver:
         if not torch.is_grad_enabled() or not self.trains(leaf):
             return weight.detach().clone()
         call = UnitUse(self, None, [leaf], self.backward)
-        (through,) = Weights.apply(self.places.token, call, weight)
+        (through,) = Weights.apply(self.places.token, call, *self.spread([weight]))
         if not call.again:
             call.node = through.grad_fn
             self.calls.append(call)
@@ -412,10 +418,12 @@ class Driver:
         self.last = last
         self.release()
         self.differentiating = True
-        self.session.turn(self.state, last)
+        if self.trains_now:
+            self.session.turn(self.state, last)
         grads = self.back(loss, scale, inputs)
         self.end_others(())  # the last of a frozen unit: no gradient of its weights ends it
-        self.session.all_done(self.state)
+        if self.trains_now:
+            self.session.all_done(self.state)
         return grads
 
     def back(self, loss: torch.Tensor, scale: torch.Tensor, inputs: Tensors) -> Gradients:
@@ -444,7 +452,15 @@ class Driver:
         given = self.places.given()
         for unit in given:
             used[unit] = used.get(unit, 0) + 1
-        self.expect(used, given)
+        if self.trains_now:
+            self.expect(used, given)
+            return
+        self.pending.update({unit: n for unit, n in used.items() if n})
+        if given and self.samples:
+            raise ScheduleError(
+                f"a weight of the unit {given[0]!r} went into an autograd.Function outside of its module, where its "
+                "gradient is that of all samples at once. Have the module that holds it call the Function."
+            )
 
     def expect(self, used: dict[str, int], given: Sequence[str]) -> None:
         """How many gradients are to come for each unit that the forward used and that trains; and units of which a
@@ -484,6 +500,13 @@ class Driver:
             self.sums[unit] = grads
         else:
             self._reduce(unit, grads)
+
+    def finish(self) -> None:
+        """No more gradients come: what there is of units that had some is reduced, and nothing of the others."""
+        for unit in {unit: None for unit, _ in self.trainable}:
+            if self.pending.get(unit, 1):
+                self._reduce(unit, self.sums.pop(unit, [None] * len(self.keys[unit])))
+        self.release()
 
     def _reduce(self, unit: str, grads: Gradients) -> None:
         if self.watch is not None:

@@ -10,6 +10,8 @@ Lifted: the weights of a driven model as a level of torch.func's has them, insid
 
     Tangents    of a jvp     dual numbers: a weight, and its part of a vector that is sharded as the weights are
     Members     of a vmap    leaves [E, ...] as one of their E members has them
+    Samples     of a vmap    leaves of which each sample has one, so that gradients are each sample's
+    Primals     of a vjp     in a jvp: leaves whose gradients move, by which the Hessian is multiplied
 
 A unit is gathered outside of all levels, see `levels`. Its weights are lifted where they enter a call. What a lift
 gathers for that lies beside the unit, from each of its gathers to its release; in a backward at the same address.
@@ -33,12 +35,14 @@ from ..norms import Buffers, check_tree
 from .apply import apply
 from .driver import eager_only
 from .forward_backward import forward_backward
+from .levels import base_of, outside_levels
 from .placeholders import WeightPlaceholder, values
+from .unit_uses import Gradients, no_output
 
 if TYPE_CHECKING:
     from .driver import Driver
 
-__all__ = ["jvp", "linearize", "moved", "pullback", "vmap"]
+__all__ = ["Primals", "Samples", "jvp", "linearize", "moved", "pullback", "vmap"]
 
 
 def moved(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
@@ -56,7 +60,15 @@ def moved(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
             with driver.lifting(Tangents(driver, tangents)):
                 return values(fn(model, *args, **kwargs))
 
-        out, along = torch.func.jvp(inside, (zero,), (zero,))  # type: ignore[misc]
+        try:
+            out, along = torch.func.jvp(inside, (zero,), (zero,))  # type: ignore[misc]
+        except RuntimeError as error:
+            if "out of bounds for storage of size 0" in str(error):  # of tangents that were released
+                raise ScheduleError(
+                    "a gradient came to the inside of a unit by a tensor that is no output of its module: one kept in "
+                    "an attribute, say. Return the tensor."
+                ) from error
+            raise
         return out, along
 
     return run
@@ -243,6 +255,107 @@ class Members:
         """These weights, as one member's."""
         with at_level(self.level):
             return [torch_private.add_batch_dim(t, 0, self.level) for t in tensors]
+
+
+class Samples(Members):
+    """Leaves of which each of B samples has one, as `Driver.spread` makes them, so that gradients are each sample's."""
+
+    def lift(self, tensors: Sequence[torch.Tensor], leaves: Sequence[Leaf], copied: bool = False) -> list[torch.Tensor]:
+        """These weights, as one sample's where they are differentiated."""
+        with at_level(self.level):
+            return [torch_private.add_batch_dim(t, 0, self.level) if t.requires_grad else t for t in tensors]
+
+
+class Primals:
+    """Weights are what the vjp is taken by that is the innermost level where this is made, inside of a jvp: what comes
+    back to them moves, and its tangents are the driver's to reduce, in the place of gradients."""
+
+    def __init__(self, driver: Driver, anchor: torch.Tensor) -> None:
+        self.driver, self.anchor = driver, anchor
+        self.level = torch_private.func_interpreter().level()
+
+    def gather(self, units: Sequence[str]) -> None: ...
+
+    def release(self, units: Sequence[str]) -> None: ...
+
+    def lift(self, tensors: Sequence[torch.Tensor], leaves: Sequence[Leaf], copied: bool = False) -> list[torch.Tensor]:
+        """These weights, as this level differentiates by them where they train."""
+        lifted, trained = [*tensors], [i for i, leaf in enumerate(leaves) if self.driver.trains(leaf)]
+        if trained:
+            use = Use(self.driver, [leaves[i] for i in trained], copied)
+            with at_level(self.level):
+                found = Primal.apply(use, self.anchor, *[tensors[i] for i in trained])
+            for i, t in zip(trained, found, strict=True):
+                lifted[i] = t
+        return lifted
+
+
+class Use:
+    """Weights as they went into a level once; and the tangents of the gradients that came back."""
+
+    def __init__(self, driver: Driver, leaves: Sequence[Leaf], copied: bool) -> None:
+        self.driver, self.leaves, self.copied = driver, leaves, copied
+        self.units = tuple(dict.fromkeys(unit for unit, _ in leaves))
+        self.moved: Gradients = [None] * len(leaves)
+        for unit in self.units:
+            driver.pending[unit] = driver.pending.get(unit, 0) + 1
+
+    def done(self) -> None:
+        """All of them are there."""
+        driver = self.driver
+        if not self.copied and not all(unit in driver.weights for unit in self.units):
+            raise no_output(next(call for call in driver.unit_calls if {*self.units} <= {*call.units}))
+        found: dict[str, Gradients] = {unit: [None] * len(driver.keys[unit]) for unit in self.units}
+        for (unit, key), t in zip(self.leaves, self.moved, strict=True):
+            found[unit][driver.keys[unit].index(key)] = t
+        with outside_levels():
+            for unit, grads in found.items():
+                driver.collect(unit, grads)
+
+
+class Primal(torch.autograd.Function):
+    """Weights as they are. Its backward hands the tangents of their gradients on."""
+
+    @staticmethod
+    def forward(use: Use, anchor: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple([t.detach() for t in weights])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.use = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        there = [i for i, t in enumerate(grads) if t is not None]
+        if there:
+            Moved.apply(ctx.use, there, *[grads[i] for i in there])
+        ctx.use.done()
+        return None, None, *[None] * len(grads)
+
+    @staticmethod
+    def jvp(ctx: Any, use: None, anchor: None, *tangents: torch.Tensor | None) -> Any:
+        return tangents
+
+
+class Moved(torch.autograd.Function):
+    """Gradients that move: their tangents go to the use."""
+
+    @staticmethod
+    def forward(use: Use, which: Sequence[int], *grads: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.use, ctx.which = inputs[:2]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def jvp(ctx: Any, use: None, which: None, *tangents: torch.Tensor | None) -> Any:
+        for i, t in zip(ctx.which, tangents, strict=True):
+            if t is not None and not (base := base_of(t))._is_zerotensor():
+                ctx.use.moved[i] = base
+        return torch.zeros((), device="cpu")
 
 
 pytree = torch_private.pytree

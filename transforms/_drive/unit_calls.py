@@ -248,7 +248,7 @@ class UnitCall:
         recomputation."""
         driver = self.driver
         if trained:
-            through = Weights.apply(driver.places.token, use, *[tensors[i] for i in trained])
+            through = Weights.apply(driver.places.token, use, *driver.spread([tensors[i] for i in trained]))
             for i, tensor in zip(trained, through, strict=True):
                 tensors[i] = tensor
         if not use.again:

@@ -105,7 +105,7 @@ class UnitUse:
     def readable(self, leaf: Leaf, tensor: torch.Tensor) -> torch.Tensor:
         """A weight for the slots of its module: a copy if the forward uses it outside, too. A recomputation around this
         call may read it here for such a use, whose backward comes when the unit is released."""
-        if leaf not in self.driver.alone:
+        if leaf not in self.driver.alone or torch_private.is_wrapped(tensor):  # in levels nothing is recomputed
             return tensor
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 

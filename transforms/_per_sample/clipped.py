@@ -23,10 +23,11 @@ import torch.nn as nn
 from functional_fsdp import SpecError, State, finish_reductions, reduce
 from functional_fsdp.extend import alone, begin_round, change, end_round, evolve, leaf_shards, ranks_of, seeds
 
-from .._drive.chain import Stages, Weights, stages_of
 from .._drive.driver import eager_only
+from .._drive.forward_backward import forward_backward
+from .._drive.stages import Stages, Weights
 from ..vjp import vjp
-from .per_sample import batched, norms_of
+from .per_sample import batched, losses_of, norms_by, samples
 
 __all__ = ["BLOCK", "add_noise", "clipped_gradients"]
 
@@ -104,7 +105,12 @@ def clipped_gradients(
         >>> state, losses = clipped(state, batch)
         >>> state = fsdp.step(state)
     """
-    walk = stages_of("clipped_gradients", model, loss_fn)
+    norms_of = norms_by("clipped_gradients", model, loss_fn, chunk)
+    weigh: Callable[..., tuple[State, Any]]
+    if isinstance(model, nn.Module):
+        weigh = forward_backward(model, partial(_weighed, loss_fn))
+    else:
+        weigh = partial(_weighted, Stages("clipped_gradients", model))
     if not 0 < max_norm < inf:
         raise SpecError(f"clipped_gradients(max_norm={max_norm!r}): expected a finite norm above 0.")
     if not 0 <= noise < inf:
@@ -115,13 +121,12 @@ def clipped_gradients(
     ) -> tuple[State, torch.Tensor]:
         begin_round(state, "clipped_gradients")
         rested = state.between_steps
-        with walk.running(state):
-            batch = walk.samples(batch)
-            state, losses, norms = norms_of(walk, state, batch, chunk)
-            weights = max_norm / norms.clamp(min=max_norm)
-            mean = scale / len(losses)
-            heaviest = _larger(mean, None if rested else state.extras.get(HEAVIEST))
-            state = _weighted(walk, state, batch, (weights * mean).to(losses.dtype), last_microbatch)
+        state, losses, norms = norms_of(state, batch)
+        weights = max_norm / norms.clamp(min=max_norm)
+        mean = scale / len(losses)
+        heaviest = _larger(mean, None if rested else state.extras.get(HEAVIEST))
+        weights = (weights * mean).to(losses.dtype)
+        state, _ = weigh(state, batch, weights, last_microbatch=last_microbatch)
         if noise and last_microbatch:
             state = finish_reductions(state)
             ranks = prod(state.spec.axes[axis] for axis in state.spec.data) if state.spec.average == "mean" else 1
@@ -143,8 +148,15 @@ def _larger(a: float | torch.Tensor, b: float | torch.Tensor | None) -> float | 
     return a if b is None else _larger(b, a) if isinstance(b, torch.Tensor) else max(a, b)
 
 
-def _weighted(walk: Stages, state: State, batch: Any, dlosses: torch.Tensor, last: bool) -> State:
-    """Gradients of the losses [B] by these cotangents [B], reduced."""
+def _weighed(loss_fn: Any, model: Any, batch: Any, weights: torch.Tensor) -> torch.Tensor:
+    """The losses [B] of a module, times weights [B]."""
+    return (losses_of(loss_fn, "clipped_gradients", model, samples(batch)) * weights).sum()
+
+
+def _weighted(
+    walk: Stages, state: State, batch: Any, dlosses: torch.Tensor, last_microbatch: bool
+) -> tuple[State, None]:
+    """Gradients of the losses [B] of stages by these cotangents [B], reduced."""
     h: Any = None
     pullbacks = []
     for stage in walk.forward:
@@ -160,11 +172,11 @@ def _weighted(walk: Stages, state: State, batch: Any, dlosses: torch.Tensor, las
         for unit, grads in ({stage.key: dw} if isinstance(stage.key, str) else dw).items():
             total = _added(tied.pop(unit, {}), grads)
             if unit in stage.opens:
-                state = reduce(state, total, unit, last_microbatch=last)
+                state = reduce(state, total, unit, last_microbatch=last_microbatch)
             else:
                 tied[unit] = total
         state = stage.release(state)
-    return state
+    return state, None
 
 
 def _added(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:

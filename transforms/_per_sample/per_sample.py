@@ -18,13 +18,16 @@ import torch.nn as nn
 
 from functional_fsdp import SpecError, State, TreeError
 from functional_fsdp._seams import torch_private
-from functional_fsdp.extend import alone
+from functional_fsdp.extend import Session, alone
 
-from .._drive.chain import Stage, Stages, Weights, dims, rows, stages_of
+from .._drive.apply import Forward
 from .._drive.driver import eager_only
+from .._drive.jvp import Samples
+from .._drive.placeholders import values
+from .._drive.stages import Stage, Stages, Weights, check_given, check_loss, dims, rows
 from ..vjp import Pullback, functional_vjp, lent
 
-__all__ = ["batched", "norms_of", "per_sample_norms", "per_sample_vjp"]
+__all__ = ["batched", "losses_of", "norms_by", "per_sample_norms", "per_sample_vjp", "samples"]
 
 pytree = torch_private.pytree
 vmap: Any = torch.func.vmap
@@ -112,17 +115,85 @@ def per_sample_norms(
         >>> norms_of = T.per_sample_norms(model, loss_fn)
         >>> state, (losses, norms) = norms_of(state, batch)
     """
-    walk = stages_of("per_sample_norms", model, loss_fn)
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise SpecError(f"per_sample_norms(chunk={chunk!r}): expected a number of samples of at least 1, or None.")
+    norms = norms_by("per_sample_norms", model, loss_fn, chunk)
 
     def f(state: State, batch: Any) -> tuple[State, tuple[torch.Tensor, torch.Tensor]]:
-        rows(walk.verb, batch)
-        with walk.running(state) as session:
-            state, losses, norms = norms_of(walk, state, walk.samples(batch), chunk)
-        return session.rest(state), (losses, norms)
+        session = Session(state, "per_sample_norms")
+        state, losses, found = norms(state, batch)
+        return session.rest(state), (losses, found)
 
     return alone(f, "per_sample_norms", traced=eager_only("per_sample_norms"))
+
+
+Norms = Callable[[State, Any], tuple[State, torch.Tensor, torch.Tensor]]
+
+
+def norms_by(verb: str, model: Any, loss_fn: Any, chunk: int | None) -> Norms:
+    """A function that gives the new state, losses [B] and norms [B]."""
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise SpecError(f"{verb}(chunk={chunk!r}): expected a number of samples of at least 1, or None.")
+    check_given(verb, model, loss_fn)
+    if isinstance(model, nn.Module):
+        return partial(norms_of_module, Forward(verb, model), loss_fn, chunk)
+    return partial(norms_of_stages, Stages(verb, model), chunk)
+
+
+def samples(batch: Any) -> Any:
+    """[B, ...] -> [B, 1, ...]: of each sample a batch."""
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.unsqueeze(1) if t.dim() else t, batch)
+
+
+def losses_of(loss_fn: Any, verb: str, model: Any, batch: Any, lifting: Any = nullcontext) -> torch.Tensor:
+    """[B], of samples [B, 1, ...]: the loss function, for each."""
+
+    def of_one(sample: Any) -> Any:
+        with lifting():
+            loss = values(loss_fn(model, sample))
+        check_loss(f"{verb}: for one sample", "loss_fn", loss)
+        return loss
+
+    with for_each_sample(verb):
+        losses: torch.Tensor = vmap(of_one, in_dims=(dims(batch),))(batch)
+        return losses
+
+
+def norms_of_module(
+    driven: Forward, loss_fn: Any, chunk: int | None, state: State, batch: Any
+) -> tuple[State, torch.Tensor, torch.Tensor]:
+    """By a driven forward and backward, of weights of which each sample has its own."""
+    n, found = rows(driven.verb, batch), []
+    for first in range(0, n, chunk or n):
+        cut = partial(_rows, slice(first, first + (chunk or n)))
+        state, *both = _squares(driven, loss_fn, state, pytree.tree_map_only(torch.Tensor, cut, batch))
+        found.append(both)
+    losses, squares = map(torch.cat, zip(*found, strict=True))
+    return state, losses, squares.sqrt()
+
+
+def _rows(which: slice, t: torch.Tensor) -> torch.Tensor:
+    return t[which] if t.dim() else t
+
+
+def _squares(driven: Forward, loss_fn: Any, state: State, batch: Any) -> tuple[State, torch.Tensor, torch.Tensor]:
+    """The new state, losses [B], and squared norms [B]."""
+    with driven.running(state) as driver, torch.enable_grad():
+        driver.samples = rows(driven.verb, batch)
+        losses = losses_of(loss_fn, driven.verb, driver.model, samples(batch), lambda: driver.lifting(Samples()))
+        squares = torch.zeros(
+            losses.shape, dtype=torch.promote_types(losses.dtype, torch.float32), device=losses.device
+        )
+
+        def add(state: State, grads: Mapping[str, torch.Tensor | None], *_: Any, **__: Any) -> State:
+            for grad in grads.values():
+                if grad is not None and grad.numel():
+                    squares.add_(grad.detach().reshape(len(grad), -1).to(squares.dtype).square().sum(1))
+            return state
+
+        driver.deliver(add, None)
+        if losses.requires_grad:
+            driver.differentiate(losses.sum(), torch.ones_like(losses[0]), True)
+        driver.release()
+        return driver.state, losses.detach(), squares
 
 
 def _alone() -> AbstractContextManager[Any]:
@@ -131,27 +202,39 @@ def _alone() -> AbstractContextManager[Any]:
     return nullcontext() if inside else torch.no_grad()
 
 
+REFUSED = {  # what torch says; what it means, and what to do
+    "called random operation": (
+        "draws random numbers (dropout), and runs for one sample at a time under vmap, which does not draw. Put the "
+        "model in evaluation mode: model.eval(), or dropout=0."
+    ),
+    "Batching rule not implemented": (
+        "uses an operation that torch's vmap cannot run for each sample (nn.LSTM, nn.GRU and nn.RNN are of this kind). "
+        "Write it with operations that vmap knows, such as a loop over time with nn.LSTMCell's formulas."
+    ),
+    "Batch norm got a batched tensor": (
+        "normalizes by the batch (BatchNorm in training mode), so no sample has a gradient of its own. Put it in "
+        "evaluation mode, or use GroupNorm."
+    ),
+    "data-dependent control flow": "decides by a value, which differs from sample to sample. Use torch.where.",
+    "vmap: inplace arithmetic": "changes a tensor of all samples in place, as a buffer. Have it make a new one.",
+}
+
+
 @contextmanager
-def one_sample_at_a_time(verb: str, stage: Stage) -> Iterator[None]:
-    """Within, what vmap refuses is an error that names the stage and what to do.
+def for_each_sample(verb: str, where: str = "") -> Iterator[None]:
+    """Within, what vmap refuses is an error that names the stage or module and what to do.
 
     Raises:
-        TreeError: the stage draws random numbers, or uses an operation that vmap does not know.
+        TreeError: it draws random numbers, or uses an operation that vmap does not know.
     """
     try:
         yield
     except RuntimeError as error:
-        if "called random operation" in str(error):
-            raise TreeError(
-                f"{verb}: the stage {stage.key!r} draws random numbers (dropout), and runs for one sample at a time "
-                "under vmap, which does not draw. Put the model in evaluation mode: model.eval(), or dropout=0."
-            ) from error
-        if "Batching rule not implemented" in str(error):
-            raise TreeError(
-                f"{verb}: the stage {stage.key!r} uses an operation that torch's vmap cannot run for each sample "
-                f"(nn.LSTM, nn.GRU and nn.RNN are of this kind). Write it with operations that vmap knows, such as a "
-                f"loop over time with nn.LSTMCell's formulas. torch says: {str(error).splitlines()[0]}"
-            ) from error
+        for text, means in REFUSED.items():
+            if text in str(error):
+                notes = getattr(error, "__notes__", None) or ["In loss_fn."]
+                who = where or notes[0].removeprefix("In ").partition(",")[0].rstrip(".")
+                raise TreeError(f"{verb}: {who} {means} torch says: {str(error).splitlines()[0]}") from error
         raise
 
 
@@ -165,23 +248,22 @@ def batched(stage: Stage) -> Callable[..., Any]:
 
 
 @torch.no_grad()
-def norms_of(walk: Stages, state: State, batch: Any, chunk: int | None) -> tuple[State, torch.Tensor, torch.Tensor]:
-    """The new state, losses [B] and norms [B], in a walk that has begun."""
-    n = rows(walk.verb, batch)
+def norms_of_stages(
+    walk: Stages, chunk: int | None, state: State, batch: Any
+) -> tuple[State, torch.Tensor, torch.Tensor]:
+    """By a walk, forward and backward."""
+    rows(walk.verb, batch)
+    walk.fit(state)
     h: Any = None
     inputs: list[Any] = []
     for stage in walk.forward:
         state, w = stage.gather(state)
         inputs.append(h)
-        with one_sample_at_a_time(walk.verb, stage):
+        with for_each_sample(walk.verb, f"the stage {stage.key!r}"):
             h = batched(stage)(stage.given(w), h, batch)
         state = stage.release(state)
-    if not isinstance(h, torch.Tensor) or h.shape != (n,):
-        got = f"a tensor of shape {tuple(h.shape[1:])}" if isinstance(h, torch.Tensor) else type(h).__name__
-        raise TreeError(
-            f"{walk.verb}: for one sample the last stage, {walk.forward[-1].key!r}, returned {got}; expected its loss, "
-            "a tensor []. Reduce it, as with .mean()."
-        )
+    one = h[0] if isinstance(h, torch.Tensor) else h
+    check_loss(f"{walk.verb}: for one sample", f"the last stage, {walk.forward[-1].key!r},", one)
 
     losses, dh = h, torch.ones_like(h)
     squares = torch.zeros_like(losses, dtype=torch.promote_types(losses.dtype, torch.float32))

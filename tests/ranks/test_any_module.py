@@ -1,4 +1,4 @@
-"""Stages read off a module, for hvp, per_sample_norms and clipped_gradients: beside those that are cut by hand."""
+"""hvp, per_sample_norms and clipped_gradients of any module: beside stages that are cut by hand, and plain torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from support.driven import raised
 from support.models import CASES, batch_of, made
 from support.presets import PRESETS, ranks_of
-from support.problems import Tree, batch, full_grads
+from support.problems import Tree, batch, full_grads, mesh_and_placement
 from support.staged import loss_fn, stages, start
 from support.tables import marked
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -204,7 +204,7 @@ def test_a_model_of_hugging_faces_as_it_is(name: str) -> None:
             torch.testing.assert_close((losses[i], norms[i]), (one.detach(), norm.to(norms)), rtol=1e-5, atol=0)
 
 
-# ---------------------------------------------------------------- what is no chain
+# ---------------------------------------------------------------- modules whose units are no chain
 
 
 class Branches(nn.Module):
@@ -221,12 +221,126 @@ class Branches(nn.Module):
 
 def skips(m: Any, x: torch.Tensor) -> Any:
     h = m.a(x)
-    return m.c(m.b(h) + h)
+    return m.c(m.b(h).sin() + h)
 
 
-def skips_to_the_loss(m: Any, x: torch.Tensor) -> Any:
-    h = m.a(x)
-    return m.c(m.b(h)) + h.sum()
+def again(m: Any, x: torch.Tensor) -> Any:
+    return m.c(m.b(m.b(m.a(x)).tanh()).tanh() + m.a(x.cos()))
+
+
+def by_weights(m: Any, x: torch.Tensor) -> Any:
+    """Of two units, outside of their modules."""
+    return m.c(F.linear(m.b(x).tanh(), m.a.weight * m.b.weight))
+
+
+def by_inputs(m: Any, x: torch.Tensor) -> Any:
+    """A derivative of its own."""
+    slope = torch.func.grad(lambda x: m.b(m.a(x).tanh()).sin().sum())(x)
+    return m.c(slope + torch.func.jvp(m.a, (x,), (x.sin(),))[1].tanh())
+
+
+def unused(m: Any, x: torch.Tensor) -> Any:
+    return m.a(x)[..., :2].sin()
+
+
+HOW = [skips, again, by_weights, by_inputs, unused, lambda m, x: m.c(m.a(m.b(x)).tanh()) + x.sum()]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_modules_whose_units_are_no_chain(how: Callable[[Any, torch.Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    module, data = Branches(how).double(), data_of()
+    hv, norms = computed(module, data, schedule=fsdp.Schedule(debug=True))
+    want, right = plain(module, data)
+    torch.testing.assert_close(dict(hv), want, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(norms, right, rtol=1e-9, atol=1e-12)
+
+
+class Tied(nn.Module):
+    """Two modules have a weight; one leaf is frozen, and one is of the module that holds units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.linspace(-1, 1, 3))
+        self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+        self.double()
+        self.b.weight = self.a.weight
+        self.b.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.a(x + self.table).tanh()
+        return self.c(self.b(h).tanh() + h * self.table)
+
+
+def clipped_by_hand(module: nn.Module, ranks: int, bound: float) -> tuple[list[torch.Tensor], Tree]:
+    """By torch.func, vmap of grad: norms of each rank's samples, and the mean of clipped gradients."""
+    trained = {path: p.detach() for path, p in module.named_parameters() if p.requires_grad}
+    norms, found = [], []
+    for rank in range(ranks):
+        data = [t.unsqueeze(1) for t in rows_of(rank)]
+        loss = lambda p, data: squared(lambda x: torch.func.functional_call(module, p, (x,)), data)  # noqa: E731
+        grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(trained, data)
+        norms.append(torch.stack([g.flatten(1).square().sum(1) for g in grads.values()]).sum(0).sqrt())
+        by = (bound / norms[-1]).clamp(max=1)
+        found.append({path: torch.einsum("b,b...->...", by, g) / len(by) for path, g in grads.items()})
+    return norms, {path: sum(one[path] for one in found) / ranks for path in trained}  # type: ignore[misc]
+
+
+def rows_of(rank: int) -> Any:
+    return [t[rank:][:5] for t in data_of(8)]
+
+
+def of_samples(preset: str, chunk: int | None) -> Any:
+    module = Tied()
+    mesh, placement = mesh_and_placement(preset)
+    params, model = fsdp.functionalize(module)
+    state = fsdp.shard(params, fsdp.Spec(mesh, placement, schedule=fsdp.Schedule(debug=True)), fsdp.sgd(lr=0.1))
+    data = rows_of(dist.get_rank())
+    before = state
+    state, (losses, norms) = T.per_sample_norms(model, squared, chunk=chunk)(state, data)
+    assert state is before
+    clip = T.clipped_gradients(model, squared, max_norm=0.5, chunk=chunk)
+    state, again = clip(state, data)
+    assert torch.equal(losses, again)
+    return norms, full_grads(fsdp.finish_reductions(state))
+
+
+@pytest.mark.parametrize(("preset", "ranks", "chunk"), [("zero3", 2, None), ("zero2", 2, 2), ("hsdp", 4, None)])
+def test_each_samples_gradient_is_clipped(preset: str, ranks: int, chunk: int | None) -> None:
+    norms, grads = clipped_by_hand(Tied(), ranks, 0.5)
+    for want, (found, clipped) in zip(
+        norms, launch(of_samples, (preset, chunk), nprocs=ranks, simulate=True), strict=True
+    ):
+        assert (want > 0.5).any()
+        torch.testing.assert_close(found, want, rtol=1e-9, atol=0)
+        torch.testing.assert_close({path: clipped[path] for path in grads}, grads, rtol=1e-9, atol=1e-13)
+
+
+class Keeps(nn.Sequential):
+    """Keeps a tensor in an attribute, which the loss may read."""
+
+    kept: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = super().forward(x)
+        self.kept = h.square().mean()
+        return h
+
+
+def test_what_a_unit_keeps_in_an_attribute() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(Keeps(), Keeps(), nn.Linear(3, 2)).double()
+    state, model = world_of_one(module, units=["0", "1", "2"], schedule=fsdp.Schedule(debug=True))
+    alone = lambda m, data: (m(data[0]), m[0].kept)[1]  # noqa: E731
+    assert "by a tensor that is no output" in raised(lambda: T.hvp(model, alone)(state, state.main, data_of()))
+    assert "by a tensor that is no output" in raised(lambda: T.per_sample_norms(model, alone)(state, data_of()))
+
+
+# ---------------------------------------------------------------- what cannot be
 
 
 def looks(m: Any, x: torch.Tensor) -> Any:
@@ -234,94 +348,49 @@ def looks(m: Any, x: torch.Tensor) -> Any:
     return m.c(m.b(h.abs() if bool(h.sum() > 0) else h))
 
 
-WRONG: list[tuple[Callable[[Any, torch.Tensor], Any], str]] = [
-    (skips, "'c' was called with what a unit before the last one returned"),
-    (skips_to_the_loss, "the loss was made of what a unit before the last one returned"),
-    (looks, "what an earlier unit returned has no value any more, and was asked for it"),
-    (lambda m, x: m.c(m.a(m.b(x))), "'b' was called after 0 other units; as they lie in it, it is number 2"),
-    (lambda m, x: m.c(m.b(m.b(m.a(x)))), "'b' was called after 2 other units"),
-    (lambda m, x: m.c(m.a(x)), "'c' was called after 1 other units"),
-    (lambda m, x: m.a(x)[:, :2], "loss_fn called 1 of its 3 units, and not 'b'"),
-]
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "dropout": (lambda: nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 2), nn.Dropout())),
+                "per_sample_norms: the module '1' draws random numbers (dropout)"),
+    "statistics": (lambda: nn.Sequential(nn.Linear(3, 3), nn.Sequential(Spread(), nn.Linear(3, 2))),
+                   "per_sample_norms: the module '1' normalizes by the batch (BatchNorm in training mode)"),
+    "no rule": (lambda: nn.Sequential(nn.Linear(3, 3), Recurrent()),
+                "per_sample_norms: the module '1' uses an operation that torch's vmap cannot run for each sample"),
+    "control": (lambda: Branches(looks), "per_sample_norms: loss_fn decides by a value"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("how", "said"), WRONG)
-def test_what_is_no_chain_says_so(how: Callable[[Any, torch.Tensor], Any], said: str) -> None:
-    state, model = world_of_one(Branches(how).double())
-    calls: list[Callable[[], Any]] = [lambda: T.hvp(model, squared)(state, state.main, data_of())]
-    if how is not looks:  # which vmap refuses by itself
-        calls.append(lambda: T.per_sample_norms(model, squared)(state, data_of()))
-    for call in calls:
-        text = raised(call)
-        assert "Branches is no chain of units, in which each is called once" in text
-        assert said in text
-        assert "Cut it by hand" in text
-
-
-class Keeps(nn.Linear):
-    """Keeps tensors in attributes: one for the loss, and one that nobody reads."""
+class Spread(nn.BatchNorm1d):
+    """Of two values for a sample."""
 
     def __init__(self) -> None:
-        super().__init__(3, 3)
-        self.parts: list[torch.Tensor] = []
+        super().__init__(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = super().forward(x)
-        self.parts, self.cache = [h.square().mean()], h.detach()
-        return h
+        return super().forward(torch.cat([x, -x]))[: len(x)]
 
 
-def with_what_units_keep(model: Any, data: Any) -> torch.Tensor:
-    out: torch.Tensor = squared(model, data)
-    return out + model[0].parts[0]
-
-
-def test_what_a_unit_keeps_in_an_attribute_is_no_constant() -> None:
-    def fresh() -> tuple[fsdp.State, Any]:
-        torch.manual_seed(0)
-        return world_of_one(nn.Sequential(Keeps(), Keeps(), nn.Linear(3, 2)).double())
-
-    state, model = fresh()
-    for call in (
-        lambda: T.hvp(model, with_what_units_keep)(state, state.main, data_of()),
-        lambda: T.per_sample_norms(model, with_what_units_keep)(state, data_of()),
-    ):
-        assert "the loss was made of what a unit before the last one returned" in raised(call)
-    norms = []
-    for kind in (Keeps, nn.Linear):  # nobody reads it
-        torch.manual_seed(0)
-        first = Keeps() if kind is Keeps else nn.Linear(3, 3)
-        state, model = world_of_one(nn.Sequential(first, nn.Linear(3, 3), nn.Linear(3, 2)).double())
-        for _ in range(2):
-            state, (_, found) = T.per_sample_norms(model, squared)(state, data_of())
-        norms.append(found)
-    assert torch.equal(*norms)
-
-
-class Positions(nn.Module):
+class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.ones(3))
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.rnn = nn.GRU(3, 2, batch_first=True)
 
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.b(self.a(x + self.table))
-
-
-class Whole(nn.Linear):
-    def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x).long()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.rnn(x.unsqueeze(1))[0][:, 0]
+        return out
 
 
-def test_other_errors_say_what_is_expected() -> None:
-    state, model = world_of_one(Positions().double())
-    assert "the weight 'table' is used by a module that holds several units" in raised(
-        lambda: T.hvp(model, squared)(state, state.main, data_of())
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_gradient_of_each_sample_is_named(name: str) -> None:
+    make, said = REFUSED[name]
+    state, model = world_of_one(make().double())
+    assert said in raised(lambda: T.per_sample_norms(model, squared)(state, data_of()))
+    assert said.replace("per_sample_norms", "clipped_gradients") in raised(
+        lambda: T.clipped_gradients(model, squared, max_norm=1.0)(state, data_of())
     )
-    state, model = world_of_one(nn.Sequential(Whole(3, 3), nn.Linear(3, 2)).double())
-    assert "'0' returned a torch.int64; from unit to unit go floating tensors" in raised(
-        lambda: T.hvp(model, squared)(state, state.main, data_of())
-    )
+
+
+def test_arguments_of_the_wrong_kind_are_named() -> None:
+    _, model = world_of_one(nn.Linear(3, 2).double())
     for call in (T.hvp, T.per_sample_norms, lambda *a: T.clipped_gradients(*a, max_norm=1.0)):
         text = raised(lambda: call(model))  # noqa: B023
         assert "loss_fn is None; with a module expected a function of (model, batch)" in text
