@@ -24,7 +24,7 @@ Scores = Callable[[fsdp.State, Any, Any], tuple[fsdp.State, torch.Tensor]]
 
 
 def influence(model: Any, losses_of: Callable[..., torch.Tensor], steps: int, damping: float) -> Scores:
-    """`losses_of(model, batch)` [B]. The model is a chain, as for `T.hvp`."""
+    """`losses_of(model, batch)` [B]."""
     mean = lambda model, batch: losses_of(model, batch).mean()  # noqa: E731
     gradient, hessian, along = T.pullback(model, mean), T.hvp(model, mean), T.jvp(model, losses_of)
 

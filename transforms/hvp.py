@@ -1,8 +1,10 @@
-"""hvp: the Hessian of the loss times a vector, one unit at a time, forward over reverse.
+"""hvp: the Hessian of the loss times a vector, one unit at a time, forward over reverse: a jvp of a pullback.
 
-    forward     h, ḣ    through each unit, by jvp                      its input and that input's tangent are kept
-    backward    c, ċ    through each unit, by jvp of its vjp           a unit gives dw, and its tangent: H·v
+    any module    one jvp around one pullback, through all units: driven, as `T.jvp` is; residuals stay in between
+    stages        forward      h, ḣ    through each, by jvp              its input and that input's tangent are kept
+                  backward     c, ċ    through each, by jvp of its vjp   a unit gives dw, and its tangent: H·v
 
+It is no pullback of `T.jvp`: gradients of a jvp are wrong, without an error, through torch 2.13's layer_norm.
 A vector is what gradients are: `{bucket: FlatBuffer}`, flat shards, of which a unit's are gathered beside its weights.
 """
 
@@ -38,11 +40,9 @@ def hvp(
     """A function that multiplies the Hessian of the loss, averaged over the data ranks, with a vector.
 
     Args:
-        model: a module that is a chain: each of its units is called once, in the order in which they lie in it, and
-            what is computed after one goes by what that one returned, and by the batch. It is copied, as by
-            `forward_backward`, and its modes are followed. Or stages cut by hand:
-            `{unit: fn(weights, h, batch)}` in order of use, pure. The first gets None for `h`, the others what the
-            one before returned, floating tensors; the last returns the loss, a tensor []. A key that is a tuple of
+        model: any module, as for `forward_backward`: copied, never touched; its modes are followed. Or stages cut by
+            hand: `{unit: fn(weights, h, batch)}` in order of use, pure. The first gets None for `h`, the others what
+            the one before returned, floating tensors; the last returns the loss, a tensor []. A key that is a tuple of
             units is a stage that uses them at once: its weights are `{unit: weights}`. Every unit that trains has a
             stage; a tied one has several.
         loss_fn: with a module, `loss_fn(model, batch)`, as for `forward_backward`; it returns the loss, a tensor [].
@@ -52,19 +52,21 @@ def hvp(
         `state.grads` are when they are whole, or the `main` of a state of the same layout; what is frozen is left out.
         The state is as good afterwards as before, with the gradients that it had.
 
-    Buffers are the state's, and what a forward makes of them is dropped; dropout draws the same in all passes.
+    Buffers are the state's, and what a forward makes of them is dropped; dropout draws the same for every vector.
+    Every operation needs a forward-mode derivative (for attention: the math backend).
 
-    Residual-free: what is kept between forward and backward is the input of each unit, and its tangent; functions run
-    three times. Every operation needs a forward-mode derivative (for attention: the math backend).
+    What a module's units compute is kept from the forward to the backward, with its tangents; modules that recompute
+    (`remat`) are refused. Stages keep their inputs and these inputs' tangents alone; functions run three times.
 
     Raises:
-        TreeError: stages of the wrong kind, or a module that is no chain; a vector that lacks a bucket, or is sharded
-        otherwise; a loss that is no scalar. ScheduleError: a unit without a stage, or the other way round.
+        TreeError: stages of the wrong kind; a vector that lacks a bucket, or is sharded otherwise; a loss that is no
+        scalar. ScheduleError: a unit without a stage, or the other way round; in a graph; a gradient that comes to the
+        inside of a unit by a tensor that its module does not return.
 
-    Collective: as `unshard` for each stage, forward and backward, and an all-gather for each bucket of `v`, which
-    compute waits for; as `reduce` for each unit.
+    Collective: as `unshard` for each use of a unit, forward and backward, and an all-gather for each bucket of `v`,
+    which compute waits for; as `reduce` for each unit.
 
-    Source: Pearlmutter 1994; per unit, jvp of the pullback.
+    Source: Pearlmutter 1994.
 
     Example:
         >>> product = T.hvp(model, loss_fn)

@@ -70,6 +70,7 @@ __all__ = [
     "efficient_attention",
     "enable_python_dispatcher",
     "end_allocate_to_pool",
+    "engine_code",
     "fakes_that_die",
     "flash_attention",
     "foreach_add_",
@@ -173,6 +174,7 @@ unwrapped = C._functorch.get_unwrapped  # such a tensor, as the level below has 
 level_of = C._functorch.maybe_get_level  # of such a tensor; negative where its transform is over
 func_interpreter = torch._C._functorch.peek_interpreter_stack  # of the innermost torch.func transform, or None
 autograd_node = torch._C._current_autograd_node  # whose backward runs, or None
+engine_code = _engine_run_backward.__code__  # in a traceback: a backward ran
 will_execute = torch._C._will_engine_execute_node  # in the backward that runs
 lift_on_host = torch._C._set_only_lift_cpu_tensors  # so that modes see the copy to the device that torch.tensor makes
 lifts_on_host = torch._C._only_lift_cpu_tensors

@@ -170,6 +170,41 @@ def test_a_linear_map_is_that_of_its_weights() -> None:
         assert "its linear map was called with a state of other weights than it was taken at" in found["said"]
 
 
+class Lends(nn.Module):
+    """Returns its weight, a view of it, or what moves as it does."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(torch.linspace(-1, 1, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w = self.weight
+        return {"weight": lambda: w, "view": lambda: w.view(1, -1).expand(x.shape), "moves": lambda: x + w}[self.how]()
+
+
+def lending() -> dict[str, float]:
+    found = {}
+    for how in ("weight", "view", "moves"):
+        for loss in (lambda m, seed: m(numbers(3, WIDTH, seed=seed)).cos().mean(), penalty, mean_flow):
+            layers = [Lends(how), nn.Linear(WIDTH, WIDTH), nn.Tanh(), Lends(how), nn.Linear(WIDTH, 1)]
+            module = nn.Sequential(*layers).double()
+            state, model = start(module, units=["0", "1", "3", "4"], schedule=fsdp.Schedule(debug=True))
+            v = vector(state)
+            of, at = of_plain(state, module, lambda m, loss=loss: loss(m, 1))  # type: ignore[misc]
+            given = {path: t for path, t in whole(state, v).items() if path in at}
+            want = torch.func.jvp(of, (at,), (given,))[1]
+            found[f"{how} {loss.__name__}"] = far(T.jvp(model, loss)(state, v, 1)[1][1], want)
+            right = torch.func.jvp(grad(of), (at,), (given,))[1]
+            got = whole(state, T.hvp(model, loss)(state, v, 1)[1][1])
+            found[f"{how} {loss.__name__}, H"] = max(far(got[path], t) for path, t in right.items())
+    return found
+
+
+def test_outputs_that_lie_or_move_where_weights_do() -> None:
+    found = launch(lending, nprocs=1, simulate=True)[0]
+    assert max(found.values()) < 1e-9, found
+
+
 # ---------------------------------------------------------------- memory and traffic
 
 

@@ -27,11 +27,11 @@ from functional_fsdp.extend import Session, lineage_of, refuse, skeleton_of
 
 from .._compile.compile_units import Compiler, Options, refuse_around
 from .._compile.startup import waiting
-from .._modules.unit_modules import Leaf, each_once, find_unit_modules, leaves_of, order_of, slots_of
+from .._modules.unit_modules import Leaf, base_of, each_once, find_unit_modules, leaves_of, order_of, slots_of
 from .._uses import USES
 from .buffers import changed, clear, spoilt
-from .levels import Visit, base_of, outside_levels
-from .placeholders import Places, precisions
+from .levels import Visit, outside_levels
+from .placeholders import Places, note_place, precisions
 from .unit_calls import Slot, UnitCall
 from .unit_uses import Gradients, Start, UnitUse, Weights, no_output, refuse_transform, traced_by
 
@@ -67,6 +67,14 @@ def refuse_nesting(running: FrameType | None) -> None:
             "this transformed model is running: it was called again from within its own loss function. "
             "Use the model that the loss function is given."
         )
+
+
+def in_backward(error: Exception) -> bool:
+    """Whether autograd ran when this was raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code is not torch_private.engine_code:
+        trace = trace.tb_next
+    return trace is not None
 
 
 class Driver:
@@ -195,6 +203,11 @@ class Driver:
             self.release()
             if trains:
                 session.end(self.state, tuple(self.trace[0]), tuple(self.trace[1]))
+        except RuntimeError as error:
+            paths = [use.unit_call.path for use in (*self.active, *self.inner) if use.unit_call is not None]
+            if paths and in_backward(error):
+                note_place(error, f"In the backward of the module {paths[-1]!r}.")
+            raise
         finally:
             self._stop()
 
@@ -327,6 +340,10 @@ class Driver:
         for lift in self.lifts[: self.lifted]:
             tensors = lift.lift(tensors, leaves, copied)
         return tensors
+
+    def lent(self, t: torch.Tensor) -> bool:
+        """Whether a tensor lies in bytes that levels which are under way have beside gathered weights."""
+        return any(lift.lent(t) for lift in self.lifts[: self.lifted])
 
     def spread(self, weights: Tensors) -> Tensors:
         """These, or for each sample one of each: so gradients are each sample's."""

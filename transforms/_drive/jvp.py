@@ -30,12 +30,12 @@ from functional_fsdp import FlatBuffer, ScheduleError, State, TreeError
 from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import Session, alone, lineage_of, separate_gradients
 
-from .._modules.unit_modules import Leaf
+from .._modules.unit_modules import Leaf, base_of
 from ..norms import Buffers, check_tree
 from .apply import apply
 from .driver import eager_only
 from .forward_backward import forward_backward
-from .levels import base_of, outside_levels
+from .levels import outside_levels
 from .placeholders import WeightPlaceholder, values
 from .unit_uses import Gradients, no_output
 
@@ -196,6 +196,17 @@ class Tangents:
                     lifted[i] = torch_private.forward_ad.make_dual(*pair)
         return lifted
 
+    def lent(self, t: torch.Tensor) -> bool:
+        """Whether a tensor, or how it moves, lies in bytes that a release frees: `x + w` moves as `w` does."""
+        while torch_private.is_wrapped(t) and torch_private.level_of(t) > self.level:
+            t = torch_private.unwrapped(t)
+        with at_level(self.level), torch_private.forward_ad._set_fwd_grad_enabled(True):
+            both = torch_private.forward_ad.unpack_dual(t)
+        bases = [base_of(t) for t in both if t is not None]
+        dense = [t for t in bases if t.layout is torch.strided and not t._is_zerotensor()]
+        places = {t.untyped_storage()._cdata for t in dense}
+        return any(not places.isdisjoint(unit.places) for unit in self.units.values())
+
 
 class Moving:
     """A unit's weights that train, copied, and their tangents, in storages that are there from `fill` to `free`.
@@ -217,6 +228,7 @@ class Moving:
                 # Written by tensors of another version: residuals are what they were.
                 self.wholes.append((vector[bucket.name], weights.data, tangents.data))
         self.copies = [weight.data for weight, _ in self.pairs.values()]
+        self.places = {t.untyped_storage()._cdata for _, *both in self.wholes for t in both}
         self.sizes = [weights.nbytes for _, weights, _ in self.wholes]
         self.there = False
 
@@ -251,6 +263,9 @@ class Members:
 
     def release(self, units: Sequence[str]) -> None: ...
 
+    def lent(self, t: torch.Tensor) -> bool:
+        return False
+
     def lift(self, tensors: Sequence[torch.Tensor], leaves: Sequence[Leaf], copied: bool = False) -> list[torch.Tensor]:
         """These weights, as one member's."""
         with at_level(self.level):
@@ -266,17 +281,13 @@ class Samples(Members):
             return [torch_private.add_batch_dim(t, 0, self.level) if t.requires_grad else t for t in tensors]
 
 
-class Primals:
+class Primals(Members):
     """Weights are what the vjp is taken by that is the innermost level where this is made, inside of a jvp: what comes
     back to them moves, and its tangents are the driver's to reduce, in the place of gradients."""
 
     def __init__(self, driver: Driver, anchor: torch.Tensor) -> None:
+        super().__init__()
         self.driver, self.anchor = driver, anchor
-        self.level = torch_private.func_interpreter().level()
-
-    def gather(self, units: Sequence[str]) -> None: ...
-
-    def release(self, units: Sequence[str]) -> None: ...
 
     def lift(self, tensors: Sequence[torch.Tensor], leaves: Sequence[Leaf], copied: bool = False) -> list[torch.Tensor]:
         """These weights, as this level differentiates by them where they train."""

@@ -22,7 +22,7 @@ import torch
 from functional_fsdp import PackedWeight, ScheduleError
 from functional_fsdp._seams import torch_private
 
-from .._modules.unit_modules import Leaf, map_tensors
+from .._modules.unit_modules import Leaf, base_of, map_tensors
 from .placeholders import WeightPlaceholder
 from .unit_uses import Gradients, UnitUse, first_order, no_output
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .driver import Driver
     from .unit_calls import UnitCall
 
-__all__ = ["Visit", "base_of", "entered", "leave_passages", "outside_levels"]
+__all__ = ["Visit", "entered", "leave_passages", "outside_levels"]
 
 
 @contextmanager
@@ -186,13 +186,6 @@ class Given:
         return 0 if self.base.is_inference() else self.base._version
 
 
-def base_of(t: torch.Tensor) -> torch.Tensor:
-    """The tensor that lies under all levels, whose bytes a tensor of theirs has."""
-    while torch_private.is_wrapped(t):
-        t = torch_private.unwrapped(t)
-    return t
-
-
 def at_this_level(t: torch.Tensor | None) -> torch.Tensor | None:
     """A tensor as the innermost level that is under way may have it: levels that it was in may be over."""
     here = torch_private.func_interpreter()
@@ -234,7 +227,7 @@ def enter_inputs(visit: Visit, given: list[Given], args: Any, kwargs: Any) -> tu
 def leave(visit: Visit | None, unit_call: Any, storages: list[int], given: list[Given], out: Any) -> Any:
     """What a unit module returns: copied where it is a weight itself, and through `Exit`. An input that it returns
     stays that input."""
-    path = unit_call.unit_module.path
+    driver, path = unit_call.driver, unit_call.unit_module.path
     if any(one.went is not one.came and one.version_now != one.version for one in given):
         raise ScheduleError(
             f"the module {path!r} changes an input in place, inside of a gradient of torch.func's (grad, vjp, jacrev, "
@@ -249,7 +242,8 @@ def leave(visit: Visit | None, unit_call: Any, storages: list[int], given: list[
         if type(t) is WeightPlaceholder:
             t = t.value()
         base = base_of(t)
-        if base.layout is torch.strided and (base.untyped_storage()._cdata in storages or isinstance(t, PackedWeight)):
+        lent = base.untyped_storage()._cdata in storages if base.layout is torch.strided else False
+        if lent or isinstance(t, PackedWeight) or (driver.lifted and driver.lent(t)):
             t = t.clone()
         if visit is not None and (t.is_floating_point() or t.is_complex()):
             found.append(t)

@@ -101,10 +101,8 @@ def refuse_dtypes(error: RuntimeError, given: Iterable[Any], dtypes: tuple[torch
 def note_module(error: Exception, path: str, given: Iterable[Any]) -> None:
     """Have an error of a module's own code say in which unit it was raised, and what that was called with.
 
-    The innermost unit is named. Errors of this package say by themselves where they are; Python 3.10 has no notes.
+    The innermost unit is named.
     """
-    if isinstance(error, FsdpError) or getattr(error, "__notes__", None) or not hasattr(error, "add_note"):
-        return
     tensors: list[str] = []
 
     def look(t: torch.Tensor) -> torch.Tensor:
@@ -114,7 +112,14 @@ def note_module(error: Exception, path: str, given: Iterable[Any]) -> None:
     for one in given:
         map_tensors(look, one)
     where = f"the module {path!r}" if path else "the model itself"
-    error.add_note(f"In {where}, called with {', '.join(tensors) or 'no tensors'}.")
+    note_place(error, f"In {where}, called with {', '.join(tensors) or 'no tensors'}.")
+
+
+def note_place(error: Exception, where: str) -> None:
+    """Have an error say where it was raised, if nothing does. Errors of this package say it by themselves; Python 3.10
+    has no notes."""
+    if not isinstance(error, FsdpError) and not getattr(error, "__notes__", None) and hasattr(error, "add_note"):
+        error.add_note(where)
 
 
 def refuse_buffers(error: RuntimeError, module: nn.Module, dtypes: tuple[torch.dtype, ...], path: str) -> None:

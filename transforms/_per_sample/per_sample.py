@@ -88,28 +88,32 @@ def per_sample_norms(
     """A function that gives the norm of each sample's gradient over all units, gathered and released one at a time.
 
     Args:
-        model: a module that is a chain, as for `hvp`. Or stages cut by hand: `{unit: fn(weights, h, sample)}` in order
+        model: any module, as for `forward_backward`. Or stages cut by hand: `{unit: fn(weights, h, sample)}` in order
             of use, each pure and for one sample. The first gets None for `h`, the others what the one before returned,
             floating tensors; the last returns the sample's loss, a tensor []. A key that is a tuple of units is a stage
             that uses them at once: its weights are `{unit: weights}`. Every unit that trains has a stage; a tied one
             has several.
         loss_fn: with a module, `loss_fn(model, batch)`, as for `forward_backward`. It is given each sample as a batch
             of one, tensors [1, ...], under vmap, and returns its loss, a tensor []. No random numbers: dropout has to
-            be in evaluation mode.
+            be in evaluation mode; nor BatchNorm in training mode.
         chunk: how many samples' gradients there are at once (None: B). A rank holds `chunk` × the elements of a unit.
+            A module runs once for each chunk: then every rank has as many.
 
     Returns:
         `f(state, batch) -> state, (losses [B], norms [B])`, of this rank's samples, norms in float32 or more. Between
         steps the state is as good afterwards as before; in the middle of a step the step goes on from the new one.
 
-    Nothing is reduced. Frozen leaves do not count, tied leaves are one.
+    Nothing is reduced. Frozen leaves do not count, tied leaves are one. In a module each sample has weights of its own,
+    which are the same bytes, so autograd gives a unit's gradients by sample; they are squared, and dropped, when all of
+    the unit's are there.
 
     Raises:
-        TreeError: stages of the wrong kind, a module that is no chain, a loss that is no scalar, a batch without
-        samples.
-        ScheduleError (from f): a unit without a stage, or the other way round.
+        TreeError: stages of the wrong kind, a loss that is no scalar, a batch without samples; by the name of the unit,
+        what vmap refuses (random numbers, BatchNorm in training mode, an operation without a batching rule).
+        ScheduleError (from f): a unit without a stage, or the other way round; a weight that is given to an
+        autograd.Function outside of the module that holds it.
 
-    Collective: as `unshard` for each stage, forward and backward.
+    Collective: as `unshard` for each use of a unit, forward and backward.
 
     Example:
         >>> norms_of = T.per_sample_norms(model, loss_fn)
