@@ -355,6 +355,50 @@ def test_units_that_are_compiled_run_eagerly_inside_of_transforms() -> None:
         assert said
 
 
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
+
+
+def in_graphs() -> dict[str, Any]:
+    """What is said of transforms in the loss of a driven step that becomes a graph; and the first way, which does."""
+    state, model = start(model_of())
+    x = numbers(3, WIDTH, seed=1)
+    found: dict[str, Any] = {}
+    losses: list[Callable[[Any, torch.Tensor], torch.Tensor]] = [
+        lambda m, x: grad(lambda x: m(x).sin().sum())(x).square().mean(),
+        lambda m, x: jvp(m, (x,), (x,))[1].square().mean(),
+        lambda m, x: vmap(m)(x).square().mean(),
+    ]
+    for loss in losses:
+        step = T.forward_backward(model, loss)
+        found.setdefault("third", []).append(raised(lambda: T.compile(step, backend="aot_eager")(state, x)))  # noqa: B023
+    with pytest.raises(RuntimeError) as caught:
+        torch.compile(T.forward_backward(model, losses[0]), fullgraph=True, backend="aot_eager")(state, x)
+    found["dynamo"] = str(caught.value)
+
+    def first(state: fsdp.State) -> Any:
+        state, params = fsdp.unshard(state)
+        grads, loss = torch.func.grad_and_value(lambda p: losses[0](fsdp.bind(model, p), x))(params)
+        return fsdp.step(fsdp.reduce(state, grads)), loss
+
+    eager, _ = first(state)
+    want = dict(fsdp.full_params(eager))
+    state, model = start(model_of())
+    after, _ = torch.compile(first, fullgraph=True, backend="aot_eager")(state)
+    found["first"] = apart(dict(fsdp.full_params(after)), want)
+    return found
+
+
+def test_transforms_where_a_graph_is_made() -> None:
+    found = launch(in_graphs, nprocs=1, simulate=True)[0]
+    for said in found["third"]:
+        assert "driven model where a graph is made of the step. Run this step eagerly" in said
+        assert f"as far as the compiler of torch {torch.__version__} knows them" in said
+    assert "forward_backward drives the schedule from Python" in found["dynamo"]
+    assert found["first"] < 1e-12
+
+
 def without_a_rule() -> str:
     class Noisy(nn.Module):
         def __init__(self) -> None:
@@ -372,6 +416,52 @@ def without_a_rule() -> str:
 
 def test_an_operator_without_a_rule_fails_as_in_plain_torch_and_names_the_unit() -> None:
     assert "In the module 'b', called with float32 [4]" in launch(without_a_rule, nprocs=1, simulate=True)[0]
+
+
+class Statistics(nn.Module):
+    """Assigns a buffer."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.register_buffer("mean", torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().reshape(-1, WIDTH).mean(0)
+        y: torch.Tensor = self.linear(x) * self.mean
+        return y
+
+
+def by_sample() -> tuple[str, str, Any]:
+    state, model = start(nn.Sequential(nn.Linear(WIDTH, WIDTH), Statistics()).double())
+    x = numbers(3, WIDTH, seed=0)
+    said = raised(lambda: T.forward_backward(model, lambda m: vmap(m)(x).square().mean())(state))
+    changed, _ = T.forward_backward(model, lambda m: grad(lambda x: m(x).sum())(x).square().mean())(state)
+    state, model = start(Attends(), units=["a", "b"])
+    with pytest.raises(RuntimeError, match="is not implemented") as caught:
+        T.forward_backward(model, lambda m: grad(lambda x: m(x).sin().sum())(x).square().mean())(state)
+    return said, " ".join(getattr(caught.value, "__notes__", [])), changed.buffers
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x).unsqueeze(0)
+        y: torch.Tensor = self.b(h, h, h, need_weights=False)[0]
+        return y
+
+
+def test_buffers_by_sample_and_operators_without_a_second_derivative_are_named() -> None:
+    said, note, buffers = launch(by_sample, nprocs=1, simulate=True)[0]
+    assert "the forward assigned the buffer '1.mean' inside of vmap, and it is another one for each sample" in said
+    assert note == "In the backward of the module 'b'."
+    assert buffers["1.mean"].shape == (WIDTH,)
 
 
 class ByAttribute(nn.Module):

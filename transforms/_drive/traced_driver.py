@@ -64,7 +64,8 @@ class TracedDriver(Driver):
         raise ScheduleError(
             "a transform of torch's (torch.func.grad, jvp, vmap, ...; dual numbers) was called around units of a "
             "driven model where a graph is made of the step. Run this step eagerly, without T.compile or lower; or "
-            "write it in the first way, which compiles: unshard(state), torch.func, reduce."
+            "write it in the first way: unshard(state), torch.func, reduce. There torch.func.grad compiles, and jvp "
+            f"and vmap as far as the compiler of torch {torch.__version__} knows them."
         )
 
     def fetch(self, units: tuple[str, ...], by_plan: tuple[str, ...], others: tuple[str, ...]) -> None:
