@@ -21,6 +21,7 @@ from functools import partial
 import torch
 
 from .._common.interrupts import uninterruptible
+from .._common.torch_names import without_func_levels
 from .._distributed.lanes import Waiting
 from .._plan.advance import Move
 from .._plan.cursor import Action, InFlight
@@ -343,4 +344,5 @@ class Executor:
 
     def __del__(self) -> None:
         if getattr(self, "reductions", None) is not None:
-            self.run.lanes.let_go([*self.reductions.staging.marks.values(), self.gathers.newest])
+            with without_func_levels():  # it may be collected in the middle of somebody's transform
+                self.run.lanes.let_go([*self.reductions.staging.marks.values(), self.gathers.newest])
