@@ -49,7 +49,7 @@ def main() -> int:
     os.environ["ATTACK_WORLDS"], os.environ["ATTACK_ORDERS"] = args.worlds, args.simulate
 
     import functional_fsdp as fsdp
-    from attack import harness, players, shrink
+    from attack import forks, harness, players, shrink
 
     print(f"the package in {Path(fsdp.__file__).parent}, seed {args.seed}", flush=True)
     if args.case:
@@ -65,6 +65,7 @@ def main() -> int:
     if args.simulate or args.worlds:
         counts = {kind: args.n for kind in counts if kind in harness.SIMULATED}
     begun = time.monotonic()
+    forks.prepare()
     found = players.play_all(counts, args.seed, args.players)
     print(players.table(found))
     print(f"{time.monotonic() - begun:.0f} s in all, {args.players} players", flush=True)

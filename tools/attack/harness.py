@@ -1,7 +1,7 @@
 """Harness: cases on ranks, under a watchdog.
 
-      this process                         rank r (of `launch`)
-        |---- launch(a batch of cases) ----->|  for each case: say so on the board, play it, write the verdict to a file
+      this process                         rank r (of `workers`)
+        |---- a batch of cases ------------->|  for each case: say so on the board, play it, write the verdict to a file
         |  a thread looks at the board       |  then wait on the board until every rank has a verdict
         |  and kills ranks that are late     |  go on if all are clean, else end: fresh ranks do the rest
 
@@ -32,7 +32,8 @@ import torch
 
 import functional_fsdp as fsdp
 
-from .verdict import LATE, LIMIT, PATIENCE, SCALE, Verdict, judged, worst
+from . import forks
+from .verdict import LATE, LIMIT, PATIENCE, SCALE, STARVED, Verdict, judged, worst
 
 __all__ = ["KINDS", "SIMULATED", "draw", "module_of", "play", "play_here", "play_one", "play_simulated"]
 
@@ -116,7 +117,7 @@ def _on_a_rank(cases: list[Case], folder: str) -> int:
         open(os.path.join(folder, f"verdicts{rank}"), "a") as out,
     ):
         for number, case in enumerate(cases, 1):
-            begun = time.monotonic()
+            begun, waited = time.monotonic(), _waited()
             board.set(rank, 3, time.monotonic_ns() + int(1e9 * SCALE * case.get("patience", LIMIT / SCALE)))
             board.set(rank, 0, number)
             inside = os.path.join(folder, f"case{number}")
@@ -124,6 +125,8 @@ def _on_a_rank(cases: list[Case], folder: str) -> int:
                 verdict = module_of(case["kind"]).play(case, rank, inside)
             except BaseException as error:
                 verdict = judged(error, time.monotonic() - begun, 0.7 * PATIENCE)
+            if verdict.column == "hang" and _waited() - waited > STARVED:
+                verdict.text = f"{LATE}: waited {_waited() - waited:.1f} s for a core: {verdict.text}"
             out.write(json.dumps({**verdict.plain(), "seconds": time.monotonic() - begun}) + "\n")
             out.flush()
             board.set(rank, 2, int(verdict.clean))
@@ -134,6 +137,13 @@ def _on_a_rank(cases: list[Case], folder: str) -> int:
                 return number
             shutil.rmtree(inside, ignore_errors=True)
     return len(cases)
+
+
+def _waited() -> float:
+    """Seconds that this thread could have run in, and had no core."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 def play(cases: list[Case]) -> list[Verdict]:
@@ -150,7 +160,7 @@ def play(cases: list[Case]) -> list[Verdict]:
 
 def play_one(case: Case) -> Verdict:
     """A case alone, on fresh ranks."""
-    _kill_ranks(_workers.pop(case["world"], []))
+    _fresh(case["world"])
     return play([case])[0]
 
 
@@ -173,12 +183,12 @@ def _alone(case: Case) -> Verdict:
     """A case that makes its own processes, by forking one that has no process group, which children would inherit."""
     begun = time.monotonic()
     folder = tempfile.mkdtemp(prefix="attack-")
-    program = (
-        "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given.pop(); import attack.harness as h; "
-    )
     try:
-        given = json.dumps([case, folder, sys.path])
-        subprocess.run([sys.executable, "-c", f"{program}h.play_here(*given)", given], check=True)
+        if forks.used:
+            forks.wait(forks.fork(lambda: play_here(case, folder)))
+        else:
+            given = json.dumps([case, folder, sys.path])
+            subprocess.run([sys.executable, "-c", PROGRAM, given], check=True)
         verdict = Verdict(**json.loads(Path(folder, "verdict").read_text()))
     except (OSError, subprocess.CalledProcessError) as error:
         verdict = Verdict("crash", f"the process that plays the case: {error}", clean=False)
@@ -186,6 +196,13 @@ def _alone(case: Case) -> Verdict:
         shutil.rmtree(folder, ignore_errors=True)
     verdict.notes["seconds"] = time.monotonic() - begun
     return verdict
+
+
+PROGRAM = """import json, sys
+given = json.loads(sys.argv[1])
+sys.path[:] = given.pop()
+import attack.harness
+attack.harness.play_here(*given)"""
 
 
 def play_here(case: Case, folder: str) -> None:
@@ -198,23 +215,21 @@ def play_here(case: Case, folder: str) -> None:
     Path(folder, "verdict").write_text(json.dumps(verdict.plain()))
 
 
-_workers: dict[int, list[int]] = {}  # the ranks' processes that `launch` has now, by world
+_ranks: dict[int, Any] = {}  # the ranks that play now, by world
 
 
-def _kill_ranks(pids: list[int]) -> None:
-    """So that the next launch starts fresh ones."""
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and any(os.path.exists(f"/proc/{pid}") for pid in pids):
-        time.sleep(0.01)
+def _fresh(world: int) -> None:
+    """The next case of this world has new ranks."""
+    if world in _ranks:
+        _ranks.pop(world).close()
 
 
 def _batch(cases: list[Case]) -> list[Verdict]:
     """The verdicts of the first cases, at least one: until the ranks have to be fresh."""
     world, folder = cases[0]["world"], tempfile.mkdtemp(prefix="attack-")
     board = Board(folder, world)
+    if world not in _ranks:
+        _ranks[world] = fsdp.workers(world, timeout=PATIENCE)
     over, hung = threading.Event(), threading.Event()
 
     def watch() -> None:
@@ -226,20 +241,22 @@ def _batch(cases: list[Case]) -> list[Verdict]:
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGUSR1)
                 time.sleep(0.1)
-                _kill_ranks(pids)
+                for pid in pids:
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
                 return
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     death = ""
     try:
-        fsdp.launch(_on_a_rank, (cases, folder), nprocs=world, timeout=PATIENCE)
+        _ranks[world](_on_a_rank, cases, folder)
     except fsdp.LaunchError as error:
         death = str(error)
     finally:
         over.set()
         watcher.join()
-    done, pids = min(board.get(1)), [pid for pid in board.get(4) if pid]
+    done = min(board.get(1))
     clean = all(board.get(2)) and not death
     stuck, started = board.get(1), max(board.get(0))
     board.close()
@@ -248,11 +265,10 @@ def _batch(cases: list[Case]) -> list[Verdict]:
         number = max(started, done + 1)
         if len(verdicts) < number <= len(cases):
             verdicts.append(_lost(folder, world, stuck, number, hung.is_set(), death))
-    _workers[world] = pids
     if not clean:
-        _kill_ranks(_workers.pop(world))
+        _fresh(world)
     shutil.rmtree(folder, ignore_errors=True)
-    return verdicts or [Verdict("crash", f"launch failed before the first case: {death[:300]}", clean=False)]
+    return verdicts or [Verdict("crash", f"the ranks failed before the first case: {death[:300]}", clean=False)]
 
 
 def _read(folder: str, world: int, done: int) -> list[Verdict]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any
 
-from . import harness, shrink
+from . import forks, harness, shrink
 from .verdict import COLUMNS, FINE, LATE, Verdict
 
 __all__ = ["Found", "play_all", "table"]
@@ -53,6 +53,7 @@ class Found:
 
 def _live(pipe: connection.Connection) -> None:
     os.setsid()
+    forks.use()
     while True:
         try:
             what, given = pipe.recv()
@@ -140,7 +141,7 @@ def play_all(counts: dict[str, int], seed: int, players: int) -> dict[str, Found
             found[kind].verdicts[f"{kind}:{seed}:{index}"] = verdict
             if not verdict.fine:
                 print(f"{kind}:{seed}:{index} {verdict.column}", flush=True)
-            if verdict.column == "hang" and verdict.text.startswith(LATE):
+            if verdict.column == "hang" and LATE in verdict.text:
                 slow.append(("play", [(kind, seed, index)]))
             found[kind].seconds += float(verdict.notes.get("seconds", 0.0))
     for (_, [(kind, _, index)]), answer in _work(slow, 1, LONG):

@@ -16,6 +16,7 @@ __all__ = [
     "LIMIT",
     "PATIENCE",
     "SCALE",
+    "STARVED",
     "Ended",
     "Refused",
     "Verdict",
@@ -40,6 +41,7 @@ SCALE = float(os.environ.get("ATTACK_PATIENCE", "1"))  # for machines that are b
 PATIENCE = 5.0 * SCALE  # seconds that a collective waits: an error that comes later than that is a hang
 LIMIT = 9.0 * SCALE  # seconds that a case may take
 LATE = "not done in time"
+STARVED = 0.2 * PATIENCE  # seconds that a rank had no core in, after which a wait that ended says nothing
 FINE = ("right", "refused", "unseen")
 _ORDER = ("crash", "wrong", "hang", "raw", "accepted", "unfit", "unseen", "refused", "right")
 
