@@ -34,7 +34,7 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -87,7 +87,6 @@ class Peers(Protocol):
     sizes: dict[str, int]
     coordinate: dict[str, int]
     rows: dict[str, list[int]]
-    seats: dict[str, list[int]]
     groups: dict[tuple[str, str], Any]
     lanes: Lanes
     timeout: timedelta
@@ -125,15 +124,15 @@ class HostVote:
     def nbytes(ranks: int, lanes: int) -> int:
         return 8 * ranks * (2 + lanes * RING)
 
-    def differs(self, lane: int, job: int, code: int, ranks: Iterable[int]) -> int | None:
+    def differs(self, lane: int, job: int, code: int) -> int | None:
         """Say that this rank is about to issue job number `job` on a lane. Returns one of the ranks that has issued, or
-        is about to issue, something else as that; then this one must not."""
+        is about to issue, something else as that; then this one must not. (Along any axis: what another rank issues in
+        its place may go along an axis that this rank's does not.)"""
         row = self.ranks * (2 + lane * RING + job % RING)
         word = (job & 0x7FFFFFFF) << 32 | code
         cells = self.cells
         cells[row + self.rank] = word
-        for other in ranks:
-            there = cells[row + other]
+        for other, there in enumerate(cells[row : row + self.ranks].tolist()):
             if there != word and there >> 32 == word >> 32:
                 cells[row + self.rank] = 0
                 return other

@@ -89,7 +89,7 @@ class HostLanes(Lanes):
         assert run.host_vote is not None
         issued = run.issued[job.lane]
         number = 1 + issued.count + (log.count if log is not issued else 0)  # a captured job has that of its eager twin
-        other = run.host_vote.differs(QUEUES.index(job.lane), number, _code(job.hops), run.seats[hop.axis])
+        other = run.host_vote.differs(QUEUES.index(job.lane), number, _code(job.hops))
         if other is not None:
             raise self._apart(
                 f"this rank is about to issue {hop.kind} of {hop.bucket!r} ({job.lane} lane, {hop.numel} elements), "

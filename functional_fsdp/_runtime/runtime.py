@@ -72,7 +72,6 @@ class Runtime(Agreement):
         self.own_groups: dict[Kind, list[dist.ProcessGroup]] = {}
         self.spare_groups: dict[Kind, list[dist.ProcessGroup]] = {}  # of meshes that are no more
         self.rows: dict[str, list[int]] = {}  # of ranks, along each axis, that this one is in
-        self.seats: dict[str, list[int]] = {"": []}  # the other ranks along each axis, by their place in the mesh
         self.grid = mesh.mesh  # ranks [sizes]; the mesh itself is not kept: when it is let go, so is this
         self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
         self.rank = 0  # which of them this one is
@@ -94,7 +93,6 @@ class Runtime(Agreement):
         for i, axis in enumerate(names):
             mine = mesh.mesh.movedim(i, -1).reshape(-1, mesh.shape[i])
             row = self.rows[axis] = next(row.tolist() for row in mine if dist.get_rank() in row)
-            self.seats[axis] = [self.ranks.index(rank) for rank in row if rank != dist.get_rank()]
             if len(row) > 1:
                 for lane in LANES:
                     self.groups[lane, axis] = self._group(row, f"{lane} {axis}", self.lanes.backend)

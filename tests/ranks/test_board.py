@@ -97,11 +97,11 @@ def test_of_each_lane_the_last_jobs_are_remembered_and_no_others() -> None:
     last = 1000 * RING + 7  # far beyond the memory, had each job bytes of its own
     for job in range(last - RING + 1, last + 1):
         for lane in range(len(QUEUES)):
-            assert one.differs(lane, job, 3, [0, 1]) is None
+            assert one.differs(lane, job, 3) is None
     for lane in range(len(QUEUES)):
-        assert two.differs(lane, last - RING + 1, 4, [0, 1]) == 0  # another code, as long as it is remembered
-        assert two.differs(lane, last - RING + 1, 3, [0, 1]) is None
-        assert two.differs(lane, last - RING, 4, [0, 1]) is None  # forgotten
+        assert two.differs(lane, last - RING + 1, 4) == 0  # another code, as long as it is remembered
+        assert two.differs(lane, last - RING + 1, 3) is None
+        assert two.differs(lane, last - RING, 4) is None  # forgotten
 
 
 def described() -> list[int]:

@@ -173,6 +173,23 @@ def test_collectives_that_would_not_fit_are_not_issued() -> None:
     assert not [one for one in said if one.startswith("went on")]
 
 
+def calls_apart() -> str:
+    """Rank 1 gathers all axes of a leaf, the others one of them; each comes in time to see who is along another."""
+    mesh, rank = fsdp.local_mesh(replica=2, shard=2), dist.get_rank()
+    state = fsdp.shard({"a": torch.zeros(300)}, Spec(mesh, fsdp.hfsdp("replica", "shard")), fsdp.sgd())
+    time.sleep((0.0, 0.2, 0.4, 0.4)[rank])
+    try:
+        fsdp.full_params(state) if rank == 1 else fsdp.unshard(state)
+    except fsdp.FsdpError as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+def test_other_collectives_are_found_along_every_axis() -> None:
+    said = launch(calls_apart, nprocs=4, timeout=20)
+    assert [one.split()[0] for one in said] == ["ScheduleError:", "ScheduleError:", "went", "went"], said
+
+
 def slow_ranks(steps: int) -> list[Any]:
     """Metrics over two axes between microbatches, at another speed on each rank: who is past them waits for who is not,
     which leaves nothing out."""

@@ -113,7 +113,8 @@ def play(case: Case, rank: int, folder: str) -> Verdict:
         known = documented(error, OSError, TypeError) if not settings.may else False
         if known and (settings.slow or not (isinstance(error, fsdp.CommError) and seconds > 0.7 * PATIENCE)):
             said = f"{type(error).__name__}: {str(error)[:200]}"
-            return Verdict("refused", said, {"end": "refused"}, clean=False)
+            clean = not isinstance(error, fsdp.CommError)  # the same ranks go on with other states
+            return Verdict("refused", said, {"end": "refused"}, clean)
         verdict = judged(error, seconds, 0.7 * PATIENCE)
         return Verdict(verdict.column, f"{case['what']}: {verdict.text}", clean=False)
     if settings.may:

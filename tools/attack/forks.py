@@ -21,6 +21,8 @@ MODULES = (  # what a step imports at first use, torch.func in most of them
     "torch._dynamo.compiled_autograd",
     "torch.utils._device",
     "torch.distributed.nn.jit.instantiator",
+    "torch.distributed.checkpoint",
+    "torch.utils.serialization.config",
     "multiprocessing.synchronize",
 )
 used = False  # in this process

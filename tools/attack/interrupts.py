@@ -33,7 +33,7 @@ __all__ = ["PACKAGE", "Counter", "draw", "play", "smaller"]
 Case = dict[str, Any]
 PACKAGE = str(Path(fsdp.__file__).resolve().parent)
 TRANSFORMS = str(Path(fsdp.__file__).resolve().parents[1] / "transforms")
-STEPS = 3
+MOMENTS = 4  # at which the same is interrupted
 ISSUING = ("submit", "_advance", "add", "advance")  # functions in which collectives are issued, of older versions, too
 
 
@@ -61,18 +61,21 @@ ERRORS: dict[str, type[BaseException]] = {
 
 
 def draw(seed: int, index: int) -> Case:
-    """The case of this seed and index."""
-    rng = Random(f"interrupts:{seed}:{index}")
+    """The case of this seed and index. Several that follow each other interrupt the same at other moments."""
+    rng = Random(f"interrupts:{seed}:{index // MOMENTS}")
     world = rng.choice((1, 2, 2, 2, 4))
     case: Case = {
         "kind": "interrupts", "world": world, "preset": rng.choice(PRESETS), "way": rng.choice(WAYS),
         "transport": "copy_engine" if rng.random() < 0.3 else "collective", "prefetch": rng.choice((0, 1, 1, 2)),
         "micros": rng.choice((1, 1, 2)), "clip": rng.random() < 0.2, "sgd": rng.random() < 0.3,
         "during": rng.choice(("step",) * 12 + ("eval", "eval", "save", "full", "pmean", "shard", "load")),
+        "number": rng.choice((0, 1, 1)), "patience": 25,
+    }  # fmt: skip
+    rng = Random(f"interrupts:{seed}:{index}")
+    case |= {
         "where": rng.choice(("line", "line", "line", "signal")), "at": round(rng.random(), 4),
         "what": rng.choice(("KeyboardInterrupt",) * 4 + ("RuntimeError", "MemoryError", "OSError")),
         "who": sorted(rng.sample(range(world), rng.choice((1, 1, world)))),
-        "number": rng.choice((0, 1, 1)), "patience": 25,
     }  # fmt: skip
     case["anywhere"] = rng.random() < 0.08  # also while a collective is being issued
     if case["where"] == "signal":
@@ -195,16 +198,17 @@ class Run:
 
     def _train(self, around: Callable[[Callable[[], Any]], Any]) -> list[str]:
         case, during = self.case, self.case["during"]
+        kept = during != "shard" and case["number"] > 0  # else what first calls do is interrupted, too
         if during == "shard":
             made = around(lambda: make(case))
             state, model = made
         else:
-            state, model = make(case)
-        step = steps_of(case, model, self.rank)
-        evaluate = T.apply(model)
+            state, model = make(case, kept)
+        step = steps_of(case, model, self.rank, kept)
+        evaluate = T.apply(model) if during == "eval" else None
         x = batch(case, 9, self.rank, 0)
         digests = []
-        for number in range(STEPS):
+        for number in range(case["number"] + 2):
             if number == case["number"] and during not in ("step", "shard"):
                 state = self._look(around, state, evaluate, x)
             if number == case["number"] and during == "step":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from functools import partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -53,11 +53,19 @@ def mesh_of(preset: str, world: int) -> tuple[Any, fsdp.Placement]:
     return fsdp.local_mesh(), placement("data")
 
 
-def make(case: Case) -> tuple[fsdp.State, Any]:
-    """A state and a skeleton, the same on every rank and in every call."""
+def parts(weights: int) -> tuple[Any, Any]:
+    """Parameters and a skeleton."""
+    torch.manual_seed(weights)
+    return fsdp.functionalize(Net())
+
+
+kept_parts, kept_driver = cache(parts), lru_cache(maxsize=4)(T.forward_backward)  # for as long as this process lives
+
+
+def make(case: Case, kept: bool = False) -> tuple[fsdp.State, Any]:
+    """A state and a skeleton, the same on every rank and in every call. kept: the skeleton is that of earlier cases."""
     mesh, placement = mesh_of(case["preset"], case["world"])
-    torch.manual_seed(case.get("weights", 0))
-    params, model = fsdp.functionalize(Net())
+    params, model = (kept_parts if kept else parts)(case.get("weights", 0))
     schedule = fsdp.Schedule(prefetch=case["prefetch"])
     precision = fsdp.Precision(compute=torch.bfloat16) if case.get("bfloat16") else None
     optimizer = fsdp.sgd(lr=1e-2, momentum=0.9) if case.get("sgd") else fsdp.adamw(lr=1e-2)
@@ -72,10 +80,10 @@ def batch(case: Case, step: int, rank: int, micro: int) -> torch.Tensor:
     return x.bfloat16() if case.get("bfloat16") else x
 
 
-def steps_of(case: Case, model: Any, rank: int) -> Callable[[fsdp.State, int], fsdp.State]:
-    """The train step of this case: `f(state, number) -> state`."""
+def steps_of(case: Case, model: Any, rank: int, kept: bool = False) -> Callable[[fsdp.State, int], fsdp.State]:
+    """The train step of this case: `f(state, number) -> state`. kept: what drives it has driven earlier cases."""
     way, micros, clip = case["way"], case["micros"], case.get("clip")
-    driven = T.forward_backward(model, loss_fn) if way == "driven" else None
+    driven = (kept_driver if kept else T.forward_backward)(model, loss_fn) if way == "driven" else None
 
     def micro(state: fsdp.State, x: torch.Tensor, last: bool) -> fsdp.State:
         if driven is not None:
