@@ -6,6 +6,7 @@ import inspect
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -663,6 +664,35 @@ def test_each_real_step_is_one_that_was_proved() -> None:
     ):
         stepped(state, range(39, 40))
     assert same(fsdp.full_params(state), before)
+
+
+class ReadsItsCount(Patterns):
+    """Normalized in the fortieth step, which a tensor counts."""
+
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        step = s.setdefault("step", torch.tensor(0.0)).add_(1)
+        p.sub_(group["lr"] * (g / g.norm() if step == 40 else g))
+
+
+def test_what_python_cannot_see_is_checked_now_and_then() -> None:
+    looks: list[str] = []
+    real = from_torch.Scout._step
+
+    def counted(self: Any, *args: Any) -> None:
+        looks.append(self.cls.__name__)
+        real(self, *args)
+
+    with mock.patch.object(from_torch.Scout, "_step", counted):
+        for cls, options in ((torch.optim.SGD, {"momentum": 0.9}), (torch.optim.RAdam, {})):
+            stepped(fsdp.shard(tree(0), Spec(fsdp.local_mesh()), fsdp.from_torch(cls, lr=0.1, **options)), range(40))
+        rates = fsdp.from_torch(torch.optim.Adagrad, lr=lambda count: 0.1 / (1 + count))
+        stepped(fsdp.shard(tree(0), Spec(fsdp.local_mesh()), rates), range(40))
+    assert looks.count("SGD") <= 6  # no count, and one rate
+    assert looks.count("RAdam") >= 40  # reads its count
+    assert looks.count("Adagrad") >= 40  # has another rate in each step
+    state = stepped(fsdp.shard(tree(0), Spec(fsdp.local_mesh()), fsdp.from_torch(ReadsItsCount)), range(39))
+    with pytest.raises(TreeError, match="The step was not taken"):
+        stepped(state, range(39, 40))
 
 
 def test_steps_of_two_states_with_one_optimizer_are_checked_in_turn() -> None:

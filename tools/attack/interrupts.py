@@ -33,7 +33,7 @@ __all__ = ["PACKAGE", "Counter", "draw", "play", "smaller"]
 Case = dict[str, Any]
 PACKAGE = str(Path(fsdp.__file__).resolve().parent)
 TRANSFORMS = str(Path(fsdp.__file__).resolve().parents[1] / "transforms")
-MOMENTS = 4  # at which the same is interrupted
+MOMENTS = 6  # at which the same is interrupted
 ISSUING = ("submit", "_advance", "add", "advance")  # functions in which collectives are issued, of older versions, too
 
 

@@ -29,7 +29,7 @@ BATCH = {
     "buffers": 25,
     "written": 25,
     "remat": 25,
-    "interrupts": 12,
+    "interrupts": 24,
     "kills": 4,
     "files": 25,
     "differ": 10,
