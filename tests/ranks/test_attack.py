@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +119,18 @@ def test_what_goes_wrong_is_found_and_the_rest_of_the_batch_is_played() -> None:
     assert "exited with code 3" in crash.text
     assert "The size of tensor a" in raw.text
     assert "rank 1: ScheduleError: for no reason" in unfit.text
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("kind", ["kills", "differ"])
+def test_players_fork_what_the_package_starts(kind: str) -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "tests/attack", "--kind", kind, "--n", "3", "--players", "1", "--shrink", "0"]
+    said = subprocess.run(
+        command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True
+    )
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert f"{kind:11}{3:6}" in said.stdout
 
 
 @pytest.mark.large

@@ -683,10 +683,11 @@ def test_what_python_cannot_see_is_checked_now_and_then() -> None:
         real(self, *args)
 
     with mock.patch.object(from_torch.Scout, "_step", counted):
-        for cls, options in ((torch.optim.SGD, {"momentum": 0.9}), (torch.optim.RAdam, {})):
-            stepped(fsdp.shard(tree(0), Spec(fsdp.local_mesh()), fsdp.from_torch(cls, lr=0.1, **options)), range(40))
-        rates = fsdp.from_torch(torch.optim.Adagrad, lr=lambda count: 0.1 / (1 + count))
-        stepped(fsdp.shard(tree(0), Spec(fsdp.local_mesh()), rates), range(40))
+        for optimizer in (
+            fsdp.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9), fsdp.from_torch(torch.optim.RAdam, lr=0.1),
+            fsdp.from_torch(torch.optim.Adagrad, lr=lambda count: 0.1 / (1 + count)),
+        ):  # fmt: skip
+            stepped(fsdp.shard(tree(0), Spec(fsdp.local_mesh()), optimizer), range(40))
     assert looks.count("SGD") <= 6  # no count, and one rate
     assert looks.count("RAdam") >= 40  # reads its count
     assert looks.count("Adagrad") >= 40  # has another rate in each step
