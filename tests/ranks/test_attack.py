@@ -125,7 +125,7 @@ def test_what_goes_wrong_is_found_and_the_rest_of_the_batch_is_played() -> None:
 @pytest.mark.parametrize("kind", ["kills", "differ"])
 def test_players_fork_what_the_package_starts(kind: str) -> None:
     root = Path(__file__).parents[2]
-    command = [sys.executable, "tests/attack", "--kind", kind, "--n", "3", "--players", "1", "--shrink", "0"]
+    command = [sys.executable, "tools/attack", "--kind", kind, "--n", "3", "--players", "1", "--shrink", "0"]
     said = subprocess.run(
         command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True
     )
