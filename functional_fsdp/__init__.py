@@ -57,6 +57,7 @@ from ._predict.hardware import Hardware, Link
 from ._predict.prediction import Prediction, measure_compute, measure_links, predict
 from ._predict.tune import Candidate, Tuned, tune
 from ._redistribute.redistribute import free_arena, freeze, redistribute, unfreeze
+from ._redistribute.replace import replace_extras, replace_grads, replace_params
 from ._simulate.world import Traffic
 from ._spec.along import Along
 from ._spec.codec import Codec
@@ -74,12 +75,13 @@ from ._storage.flat import FlatBuffer
 from ._transports import peer_memory as _signals  # noqa: F401
 from ._transports.auto import symmetric
 from ._verbs.metrics import pmax, pmean, psum
-from ._verbs.replace import replace_extras, replace_grads, replace_params
 from ._verbs.verbs import finish_reductions, newest, reduce, release, step, unshard
+from .codecs import packed_reductions as _packed_reductions  # noqa: F401
 from .codecs.blocks import fp8_block, int8, mxfp8
 from .codecs.dynamic8 import dynamic8
 from .codecs.four_bits import int4, nf4
 from .codecs.quantized import from_quantized
+from .look import equal_check as _equal_check  # noqa: F401
 from .look.compare import Comparison, Difference, compare
 from .look.draw import draw
 from .look.fingerprint import Prints, fingerprint

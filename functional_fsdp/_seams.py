@@ -22,10 +22,10 @@ from ._plan.cursor import Collision
 from ._runtime.given import NewCounts
 from ._state.lineage import begin_compiled
 from ._state.session import note_activations
-from ._state.state import plan_for, steps_on
 from ._storage.weights import spoilt
 from ._transports import cuda_driver
 from .look.peak import StepMemory, Stretch, find_peak
+from .look.sizes import plan_for, steps_on
 
 __all__ = [
     "Capture",

@@ -49,11 +49,12 @@ from ._nn.skeleton import Placeholder, every_buffer, skeleton_of
 from ._optim.optimizer import Sender
 from ._spec.spec import Transport
 from ._state.session import Ranks, Session, begin_round, check_between_steps, end_round, lineage_of, ranks_of, seeds
-from ._state.state import FIELDS, State, state_bytes
+from ._state.state import FIELDS, State
 from ._storage.flat import gather_leaves, leaf_shards
 from ._storage.weights import BucketPlace, Loan, is_lent, loan_of
 from ._verbs.change import by_unit, change, change_weights, over_shards, separate_gradients, shards, total
 from ._verbs.metrics import all_reduce
+from .look.sizes import state_bytes
 
 __all__ = [
     "BucketPlace",

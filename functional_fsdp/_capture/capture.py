@@ -28,8 +28,8 @@ from .._common.errors import ScheduleError
 from .._common.interrupts import arrive, uninterruptible
 from .._common.record import Collective
 from .._runtime.given import Fixed
-from .._state.lineage import Lineage
-from .._state.state import State, Version
+from .._state.lineage import Lineage, Version
+from .._state.state import State
 from .arrivals import UpdatesOnArrival
 
 __all__ = ["Capture", "StepStart", "Veto", "Vetoed"]

@@ -39,8 +39,6 @@ from .ranges import ranged, said
 from .torch_names import CInterpreter, func_interpreter, profiler, pytree, set_grad_enabled
 from .tracing import LOWERING, refuse, tracing
 
-__all__ = ["alone", "ordinary", "outside_inference", "provide", "provided", "verb"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 INTERPRETER: Any = CInterpreter
 TRANSFORM = (

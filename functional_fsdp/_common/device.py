@@ -26,15 +26,6 @@ import torch
 from .errors import SpecError
 from .torch_names import FakeTensorMode, storage_at
 
-__all__ = [
-    "arrival", "as_rate", "being_captured", "best_device", "casts_float8", "checksum", "clone_as",
-    "computes_on", "count_peak", "current_device", "default_generator", "device_name", "device_of", "empty_as",
-    "forked_random", "fused_sgd_takes", "host_bandwidth", "host_buffer", "host_memory", "in_host_memory",
-    "keeps_released", "lies_on_host", "make_fakes_safe_in_threads", "make_room", "on_host", "peak_of", "pin",
-    "random_state", "rows_at_once", "runs_triton", "seed_generators", "set_random_state", "table_may_stay",
-    "tl", "triton", "unpin", "zeros_as",
-]  # fmt: skip
-
 try:
     triton: Any = import_module("triton")
     tl: Any = import_module("triton.language")

@@ -1,16 +1,5 @@
 """The errors a user can meet. Each text says what was given, where, what was expected, and what to do."""
 
-__all__ = [
-    "CheckpointError",
-    "CommError",
-    "FsdpError",
-    "RestartError",
-    "ScheduleError",
-    "SpecError",
-    "StaleStateError",
-    "TreeError",
-]
-
 
 class FsdpError(Exception):
     """Base of every error that this package raises on purpose."""

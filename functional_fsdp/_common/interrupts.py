@@ -22,8 +22,6 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-__all__ = ["arrive", "guard", "leave", "must_wait", "of_the_program", "resume", "uninterruptible"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 SOON, PATIENCE = 0.003, 1.0  # seconds
 OURS = __name__.partition(".")[0]

@@ -36,11 +36,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .torch_names import FakeTensor, FakeTensorMode, OpOverload, OpOverloadPacket
 
-__all__ = [
-    "ATOMS", "PROXIES", "STANDARD", "Cache", "Part", "Walk", "buffer_of", "closed_over", "global_names", "is_array",
-    "is_atom", "is_opaque", "is_weak", "names_in", "parts", "slots_in", "target", "within",
-]  # fmt: skip
-
 Cache: Any = type(lru_cache(int))
 PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 BUILTINS = (types.BuiltinFunctionType, types.MethodWrapperType)

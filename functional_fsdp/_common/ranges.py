@@ -15,8 +15,6 @@ from typing import Any
 
 from torch.autograd.profiler import record_function
 
-__all__ = ["opened", "ranged", "said"]
-
 
 def ranged(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     """A function that has this name in the profile."""

@@ -13,8 +13,6 @@ import torch
 
 from .errors import ScheduleError
 
-__all__ = ["Collective", "check_kinds", "over_each_axis"]
-
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "barrier")
 
 

@@ -20,22 +20,6 @@ from . import errors
 from .record import Collective
 from .torch_names import PROXY, dispatch_mode_of, dispatch_modes, dynamo, jit_traces, pre_dispatch_mode_of
 
-__all__ = [
-    "KEEPING",
-    "LOWERING",
-    "GraphBuild",
-    "bring_back",
-    "foreign_tracer",
-    "keep_residuals",
-    "lowering",
-    "put_away",
-    "refuse",
-    "traced_as",
-    "tracing",
-    "tracing_now",
-    "users_line",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -23,11 +23,6 @@ import optree
 
 from .torch_names import pytree
 
-__all__ = [
-    *("PathIndex", "Paths", "bytes_text", "dotted", "first_match", "flatten", "match", "prefixes"),
-    *("register", "table"),
-]
-
 Paths = tuple[str, ...]
 SPECIAL = "*?[]"  # what is not literal in a pattern
 

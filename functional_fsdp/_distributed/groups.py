@@ -39,8 +39,6 @@ from .._common.torch_names import default_store
 from .lanes import gloo
 from .peers import HostVote, ProcessWatch, here
 
-__all__ = ["Levelled", "PatientStore", "Processes", "forget", "level", "medium_of", "new_group", "one_thread"]
-
 NAME = "gloo_with_one_thread"
 POLL, GRACE = 0.1, 2.0  # seconds: how often to look whether a rank has died, and what those get that go on without it
 _levelled: Counter[str] = Counter()  # how often, by ranks

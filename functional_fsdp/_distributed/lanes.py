@@ -39,23 +39,6 @@ import torch.distributed as dist
 from .._common.interrupts import uninterruptible
 from .._common.record import Collective
 
-__all__ = [
-    "ARENA",
-    "LANES",
-    "OPS",
-    "QUEUES",
-    "Call",
-    "Job",
-    "Lanes",
-    "Log",
-    "Mark",
-    "Queue",
-    "Steps",
-    "Waiting",
-    "gloo",
-    "together",
-]  # fmt: skip
-
 OPS = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 

@@ -43,8 +43,6 @@ import torch
 from .._common.record import Collective
 from .lanes import QUEUES, Lanes
 
-__all__ = ["HostVote", "Peers", "ProcessWatch", "exchanged", "here", "uneven"]
-
 K = TypeVar("K")
 
 HEAD = 512  # bytes

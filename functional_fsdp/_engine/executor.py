@@ -40,8 +40,6 @@ from .reductions import Reductions
 from .sink import GradientSink
 from .staging import Values
 
-__all__ = ["Executor"]
-
 
 class Executor:
     """What one lineage has in flight.

@@ -79,17 +79,6 @@ from .._storage.weights import (
 from .progress import Progress
 from .sink import GradientSink
 
-__all__ = [
-    "LANE",
-    "Arena",
-    "Carrier",
-    "CollectiveTransport",
-    "Gathers",
-    "Portions",
-    "Unplanned",
-    "resolve_transport",
-]  # fmt: skip
-
 GatherSteps = tuple[tuple[Collective, torch.Tensor], ...]  # collectives, and where each one lands
 PLAIN = Traits()
 

@@ -18,8 +18,6 @@ from .._runtime.runtime import Runtime
 from .._spec.schedule import Order, Schedule
 from .._spec.spec import Spec
 
-__all__ = ["Progress", "first_plan"]
-
 
 def first_plan(layout: Layout, schedule: Schedule, slots: int = REDUCTIONS_AT_ONCE) -> Plan:
     """What is followed until the order of use is known."""

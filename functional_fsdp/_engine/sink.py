@@ -8,34 +8,22 @@ It also knows from when on an update may go beside the backward, and which compu
 takes part in a step (updates on arrival, host memory) does so through it; the engine knows none of them.
 
 Main gradients lie in the device's memory, or in the host's, which is kept from step to step.
-
-EqualCheck: in debug mode, whether gradients of leaves that are equal along an axis of the model's own are what
-`Spec(own=)` says of them, in the first step.
-
-    rank 0 of tp   gradient of norm.weight ── norm, two projections ──┐  largest and smallest of each along tp
-    rank 1 of tp   gradient of norm.weight ── norm, two projections ──┴─ alike: "equal" is right, and "sum" is not
-
-Numbers are taken of what `reduce` is given, before anything is added up. Microbatches add up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .._common.device import host_memory
-from .._common.errors import SpecError
-from .._common.record import Collective
 from .._common.torch_names import uses_of
 from .._distributed.lanes import Lanes, Mark
-from .._plan.layout import Bucket, Layout, Unit
+from .._plan.layout import Bucket, Unit
 from .._runtime.runtime import Runtime
 from .._storage.weights import Stored
-
-__all__ = ["BucketConsumer", "EqualCheck", "GradientMemory", "GradientSink", "StepConsumer", "check_of"]
 
 ALONE = 2  # who knows a storage that is only kept: its tensor, and Python's name for it
 
@@ -234,98 +222,3 @@ class GradientSink:
         if self.streams is None:
             self.streams = make(self.run.device)
         return self.streams
-
-
-NUMBERS = 3  # of each gradient
-CLOSE = 1e-2  # of its norm: what kernels that add up in any order may differ by
-
-
-class Rule(NamedTuple):
-    path: str
-    axis: str
-    summed: bool
-
-
-class EqualCheck:
-    """Of the first step of one lineage."""
-
-    def __init__(self, layout: Layout, run: Runtime) -> None:
-        self.layout, self.run = layout, run
-        self.rules = [
-            Rule(leaf.path, axis, summed)
-            for bucket in layout.trainable.values()
-            for summed, axes in ((False, bucket.equal), (True, bucket.summed))
-            for axis in axes
-            if run.sizes[axis] > 1
-            for leaf in bucket.leaves
-            if leaf.numel
-        ]
-        self.wanted = {rule.path for rule in self.rules}
-        self.found: dict[str, torch.Tensor] = {}
-
-    def note(self, unit: str, values: Sequence[torch.Tensor | None]) -> None:
-        """Gradients of a unit came, in the order of its paths."""
-        for path, value in zip(self.layout.by_name[unit].paths, values or (), strict=False):
-            if path in self.wanted and value is not None:
-                before = self.found.get(path)
-                self.found[path] = _numbers(value) if before is None else before + _numbers(value)
-
-    def compare(self) -> None:
-        """Compare along each axis; every rank calls it, and all raise where a rule is wrong.
-
-        Raises:
-            SpecError: naming the first leaf of which this is so.
-        """
-        none = torch.zeros(NUMBERS, dtype=torch.float64, device=self.run.device)
-        mine = torch.stack([self.found.get(rule.path, none) for rule in self.rules])
-        largest, smallest = mine.clone(), (-mine).clone()
-        for axis in dict.fromkeys(rule.axis for rule in self.rules):
-            which = [i for i, rule in enumerate(self.rules) if rule.axis == axis]
-            both = self._most(axis, torch.stack([largest[which], smallest[which]]))
-            largest[which], smallest[which] = both[0], both[1]
-        spread = (largest + smallest).abs().amax(1)
-        scale = largest[:, 0].sqrt()
-        alike = spread <= CLOSE * scale.clamp(min=1e-300)
-        summed = torch.tensor([rule.summed for rule in self.rules], device=self.run.device)
-        wrong = torch.where(summed, alike & (scale > 0), ~alike).double()
-        for axis in self.run.sizes:
-            wrong = self._most(axis, wrong)
-        bad = wrong.nonzero().flatten().tolist()
-        if bad:
-            self._refuse(bad[0])
-
-    def _most(self, axis: str, numbers: torch.Tensor) -> torch.Tensor:
-        if self.run.sizes[axis] == 1:
-            return numbers
-        flat = numbers.reshape(-1).contiguous()
-        hop = Collective("all_reduce", axis, flat.numel(), flat.dtype, "max", "side", "")
-        self.run.now(hop, flat, flat)
-        return flat.view(numbers.shape)
-
-    def _refuse(self, i: int) -> None:
-        path, axis, summed = self.rules[i]
-        if summed:
-            raise SpecError(
-                f"Spec(own): gradients of {path!r} are to be summed along {axis!r}, and ranks came to the same one "
-                f"in the first step: the sum is {self.run.sizes[axis]} times what it should be. Say {axis!r} in the "
-                f"place of Along({axis!r}, grads='sum'). The step was not taken."
-            )
-        raise SpecError(
-            f"Spec(own): {path!r} is equal along {axis!r}, and ranks came to different gradients in the first step. If "
-            f"each has a summand (it meets what is cut along the axis), say Along({axis!r}, grads='sum'). If not, "
-            "the model lacks T.collectives.pvary where equal values meet a cut leaf, or psum after one. The step was "
-            "not taken."
-        )
-
-
-def _numbers(value: torch.Tensor) -> torch.Tensor:
-    """The square of the norm, and two projections on fixed directions: [3], float64."""
-    flat = value.detach().reshape(-1).double()
-    place = torch.arange(flat.numel(), dtype=torch.float64, device=flat.device)
-    return torch.stack([flat @ flat, flat @ (place * 12.9898).sin(), flat @ (place * 78.233).cos()])
-
-
-def check_of(layout: Layout, run: Runtime, debug: bool) -> EqualCheck | None:
-    """One where there is something to compare."""
-    check = EqualCheck(layout, run) if debug else None
-    return check if check is not None and check.rules else None

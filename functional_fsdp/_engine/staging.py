@@ -46,8 +46,6 @@ from .gathers import Carrier
 from .reduction_steps import Feedback, ReductionSteps
 from .sink import GradientSink
 
-__all__ = ["LARGE", "StagedBucket", "Staging", "StagingSlot", "Values", "copy_large", "differ", "leaves_and_gaps"]
-
 LARGE = 1 << 23  # bytes of a gradient that a kernel of its own copies faster than one for all of a unit
 
 Tensors = list[torch.Tensor]

@@ -27,7 +27,8 @@ from .._common.tracing import GraphBuild, keep_residuals, lowering, users_line
 from .._distributed.lanes import LANES
 from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
-from .._state.state import State, Version
+from .._state.lineage import Version
+from .._state.state import State
 from .traced import GraphPlan, Trace, graph_plan
 
 __all__ = ["RECORD", "Graph", "Imagined", "graph_of", "kind_of", "refuse_values"]

@@ -32,8 +32,9 @@ from .._optim.optimizer import as_optimizer, check_labels
 from .._plan.records import keeps_copy
 from .._plan.route import states_of
 from .._spec.spec import Spec
+from .._state.lineage import Lineage, Version
 from .._state.shard import describe, make_layout, no_residual
-from .._state.state import Lineage, State, Version
+from .._state.state import State
 from .._storage.flat import FlatBuffer
 from .._storage.weights import no_scales
 from .graph import RECORD, Imagined, graph_of, kind_of, refuse_values

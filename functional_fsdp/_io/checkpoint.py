@@ -45,8 +45,9 @@ from .._plan.route import Partial
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
+from .._state.lineage import Version
 from .._state.shard import build, given, needs_spec
-from .._state.state import State, Version
+from .._state.state import State
 from .._storage.flat import FlatBuffer, leaf_shards, nodes_of
 from .._storage.weights import refresh
 from .dcp_files import complete, read_tensors, write_tensors

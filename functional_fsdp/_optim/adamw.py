@@ -238,7 +238,7 @@ class AdamW(UpdatesSome):
         return tuple(opt.missed)
 
     def counting(self, opt: AdamState, main: Tree, names: Iterable[str]) -> AdamState:
-        # torch 2.11 compiles `_verbs.replace` to a tuple of nothing
+        # torch 2.11 compiles `_replace` to a tuple of nothing
         return AdamState(opt.mean, opt.square, self.counts(opt.missed, main, names))
 
     def counts(self, have: Tree, main: Tree, names: Iterable[str]) -> Tree:

@@ -44,8 +44,9 @@ from .._plan.layout import Layout
 from .._plan.plan import Plan
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.spec import Spec
-from .._state.state import State, state_bytes
+from .._state.state import State
 from ..look.peak import StepMemory
+from ..look.sizes import state_bytes
 from ..look.timeline import Timeline
 from .hardware import Hardware, Link
 from .lanes import Costs, Run, Traffic, play

@@ -1,1 +1,1 @@
-"""States of another spec made of states that live: redistribute, freeze, and memory given back."""
+"""States made of states that live: of another spec (redistribute, freeze), or with other trees in them (replace)."""

@@ -40,8 +40,9 @@ from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.placement import cut_of
 from .._spec.spec import Spec
+from .._state.lineage import Version
 from .._state.shard import given, needs_spec, no_residual
-from .._state.state import State, Version
+from .._state.state import State
 from .._storage.flat import FlatBuffer, LeafShard, gather_leaves, leaf_shards, leaves_of, nodes_of, whole_leaves
 from .._storage.weights import no_scales, refresh, stored_as
 

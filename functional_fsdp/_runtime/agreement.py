@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from .._distributed.peers import HostVote, ProcessWatch
     from .runtime import Runtime
 
-__all__ = ["DESTROYED", "ON_LOSS", "Agreement", "Joint", "Topic", "Vote", "agree"]
-
 T = TypeVar("T")
 
 ON_LOSS: list[Callable[[Agreement, str], None]] = []  # called where the communicators of a mesh become of no use

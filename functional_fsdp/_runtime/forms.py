@@ -22,20 +22,6 @@ from typing import Any
 from .._common.errors import ScheduleError, TreeError
 from .._common.torch_names import pytree
 
-__all__ = [
-    "ALIKE",
-    "APART",
-    "EXCHANGES",
-    "GIVEN",
-    "METRICS",
-    "NAMES",
-    "OUTSIDE",
-    "TURNS",
-    "Forms",
-    "described",
-    "elsewhere",
-]  # fmt: skip
-
 GIVEN = 2  # bits of a vote's number; the other 32 are its digest
 ALIKE = 1 << 38  # no vote's number, which has 34 bits
 OUTSIDE = 1 << 40  # ballots from here on name a unit that is used outside the plan

@@ -29,8 +29,6 @@ from .._distributed.peers import Peers
 if TYPE_CHECKING:
     from .._plan.layout import Bucket, Layout
 
-__all__ = ["ALL", "FULL", "WHOLE", "Fixed", "GradientMask", "Lacking", "Leaves", "NewCounts", "Seats"]
-
 ALL = -1
 OTHERS, NONE, ONE = 0, 1, 2  # in a row
 LACKS, FULL, FIXED = 0, 1, 2  # in the vote

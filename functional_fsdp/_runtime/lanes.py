@@ -35,8 +35,6 @@ from .agreement import Agreement
 from .forms import APART
 from .restart import POLL, twin
 
-__all__ = ["HostLanes", "StreamLanes", "lanes_of"]
-
 BESIDE = {"side", "control", "reduce"}  # lanes on which it is waited for in the middle of what no plan names
 FIRST = timedelta(seconds=0.005)  # one turn of waiting, which then double up to POLL
 SAME = (

@@ -24,8 +24,6 @@ from .._common.record import Collective
 from .._distributed.lanes import ARENA, QUEUES, Steps, together
 from .forms import described
 
-__all__ = ["ALL", "POLL", "Meeting", "announce", "restart", "twin"]
-
 POLL = timedelta(seconds=0.1)
 LOOK = 0.05  # seconds
 ALL = -1  # in place of a lineage: ranks come for none of them, and have abandoned nothing if they are alike

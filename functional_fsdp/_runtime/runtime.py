@@ -34,8 +34,6 @@ from .._distributed.lanes import LANES, Steps
 from .agreement import DESTROYED, Agreement
 from .lanes import lanes_of
 
-__all__ = ["Runtime", "any_failed", "forget_runtime", "runtime_of", "runtimes"]
-
 T = TypeVar("T")
 Kind = tuple[str, tuple[int, ...], timedelta]  # of groups: the backend, the ranks, the timeout
 

@@ -21,9 +21,6 @@ from .._storage.flat import FlatBuffer, leaf_shards, whole_leaves
 from .._storage.weights import unpacked_leaves
 from .state import State
 
-__all__ = ["as_module", "buffers", "full_params", "local_shards", "state_dict"]
-
-
 M = TypeVar("M", bound=nn.Module)
 
 

@@ -44,8 +44,6 @@ from .export import buffers
 from .shard import build, describe, given, needs_spec
 from .state import State
 
-__all__ = ["init"]
-
 M = TypeVar("M", bound=nn.Module)
 _weights_given = provided("io.weights_given")
 BY_ITSELF = "parallelize_module(..., src_data_rank=None) has each rank cut what it has made, and sends nothing."

@@ -35,8 +35,6 @@ from .._storage.weights import LentTree, spoilt
 if TYPE_CHECKING:
     from .._plan.cursor import Cursor
 
-__all__ = ["GRAPHED", "Lineage", "OpenCall", "Position", "Version", "begin_compiled"]
-
 
 _graph_plan = provided("graph.graph_plan")
 

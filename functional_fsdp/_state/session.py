@@ -37,11 +37,6 @@ from .._spec.schedule import Order
 from .lineage import Lineage
 from .state import State
 
-__all__ = [
-    "Lineage", "Ranks", "Session", "begin_round", "check_between_steps", "drop_gradients", "end_round",
-    "lineage_of", "note_activations", "ranks_of", "seeds",
-]  # fmt: skip
-
 
 class Ranks:
     """The ranks of a state's mesh, and which of them this one is.

@@ -42,12 +42,8 @@ from .._spec.settings import describe_settings
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer, leaf_shards
 from .._storage.weights import no_scales, refresh, stored_as
-from .state import Lineage, State, Version
-
-__all__ = [
-    "build", "check_source", "describe", "given", "make_layout", "needs_spec", "no_residual", "read_sums", "shard",
-    "spread",
-]  # fmt: skip
+from .lineage import Lineage, Version
+from .state import State
 
 ALIGN = 16  # bytes: where a leaf begins
 

@@ -34,19 +34,6 @@ from .._storage.weights import own_part
 if TYPE_CHECKING:
     from .state import State
 
-__all__ = [
-    "apply_optimizer",
-    "counted",
-    "counting",
-    "in_place",
-    "keep",
-    "may_step",
-    "put_back",
-    "renew",
-    "update",
-    "with_counts",
-]
-
 NOTHING = WHOLE.given
 _stream = provided("host_memory.stream")  # the update of what lies in the host's memory
 

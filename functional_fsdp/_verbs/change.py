@@ -23,16 +23,13 @@ from .._common.errors import ScheduleError, TreeError
 from .._common.interrupts import arrive, guard, uninterruptible
 from .._common.record import over_each_axis
 from .._common.tracing import refuse, traced_as
-from .._state.state import State, Version
+from .._state.lineage import Version
+from .._state.state import State
 from .._storage.flat import FlatBuffer
 from .._storage.gradients import of_tree, of_unit
 from .._storage.weights import refresh
 from .metrics import Op, axes_of, over_axes
 from .verbs import finish_reductions, has_gradients, no_unit
-
-__all__ = [
-    "Axes", "by_unit", "change", "change_weights", "over_shards", "separate_gradients", "shards", "total",
-]  # fmt: skip
 
 Axes = tuple[str, ...]
 

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, overload
 
 import torch
-import torch.nn.functional as F
 
 from .._common.calls import provided, verb
 from .._common.errors import SpecError
@@ -16,13 +15,12 @@ from .._common.record import Collective
 from .._common.torch_names import pytree
 from .._common.tracing import refuse, traced_as
 from .._runtime.runtime import runtime_of
-from .._spec.codec import START, Codec, Form
+from .._spec.codec import Codec
 from .._state.state import State
-
-__all__ = ["Op", "all_reduce", "axes_of", "over_axes", "pmax", "pmean", "psum"]
 
 Op = Literal["mean", "sum", "max"]
 Wire = Codec | Callable[..., Codec] | None
+_packed_mean = provided("codecs.packed_mean")
 _ADDED = (  # what gloo and NCCL both add up
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8),
@@ -123,55 +121,9 @@ def _call(state: State, name: str) -> AbstractContextManager[None]:
     return state.version.lineage.call
 
 
-def _chosen(data: tuple[str, ...], axis: str | Iterable[str] | None) -> tuple[str, ...]:
+def chosen_axes(data: tuple[str, ...], axis: str | Iterable[str] | None) -> tuple[str, ...]:
     """The axes that are meant: those of the data by default."""
     return data if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
-
-
-def _no_graph(state: State, tensors: Sequence[torch.Tensor], axis: Any, wire: Wire, structure: Any) -> Any:
-    refuse(
-        "ScheduleError",
-        "pmean(wire=) in a step that is compiled whole: bytes of a codec are gathered by eager steps only. Call it "
-        "beside the compiled step, or leave wire out.",
-    )
-
-
-@traced_as(_no_graph)
-def _packed_mean(
-    state: State, tensors: Sequence[torch.Tensor], axis: str | Iterable[str] | None, wire: Wire, structure: Any
-) -> list[torch.Tensor]:
-    """The mean along one axis of what each rank packs, in float32, in the order of ranks."""
-    data, every = axes_of(state)
-    over = _chosen(data, axis)
-    codec = wire() if callable(wire) else wire
-    if not isinstance(codec, Codec):
-        raise SpecError(f"pmean(wire={wire!r}): expected a codec, as fsdp.int8(64), or None.")
-    if len(over) != 1 or over[0] not in every:
-        raise SpecError(
-            f"pmean(wire={codec}): expected one axis of the mesh ({', '.join(map(repr, every))}), got axis={axis!r}. "
-            "Call it once for each."
-        )
-    forms = [Form(codec, tuple(tensor.shape), torch.float32) for tensor in tensors]
-    run, lineage, ranks = runtime_of(state.spec.mesh), state.version.lineage, every[over[0]]
-    with _compared(state, tensors, f"mean in {codec}", structure, over), lineage.call:
-        parts = [form.pack(tensor.to(torch.float32)) for form, tensor in zip(forms, tensors, strict=True)]
-        mine = (
-            torch.cat([F.pad(part, (0, -len(part) % START)) for part in parts]) if parts else state.count.new_empty(0)
-        )
-        came = mine.new_empty(ranks * len(mine))
-        if ranks > 1 and len(mine):
-            run.now(Collective("all_gather", over[0], len(came), came.dtype, "", "side", "mean"), came, mine)
-        else:
-            came.copy_(mine)
-    found, at = [], 0
-    for form, tensor in zip(forms, tensors, strict=True):
-        each = [form.unpack(row[at : at + form.nbytes]) for row in came.view(ranks, -1)]
-        total = each[0]
-        for summand in each[1:]:
-            total = total + summand
-        found.append((total / total.new_full((), ranks)).to(tensor.dtype))
-        at += form.nbytes + -form.nbytes % START
-    return found
 
 
 def all_reduce(
@@ -203,14 +155,14 @@ def all_reduce(
     Example: `(total,) = extend.all_reduce(state, [count], "sum", "data")`.
     """
     data, every = axes_of(state)
-    over = _chosen(data, axis)
+    over = chosen_axes(data, axis)
     if wrong := [name for i, name in enumerate(over) if name not in every or name in over[:i]]:
         known = ", ".join(map(repr, every))
         why = "is there twice" if wrong[0] in every else f"is not one of {known}"
         raise SpecError(f"all_reduce: expected distinct axes of the mesh, got axis={axis!r}. {wrong[0]!r} {why}.")
     tensors = [tensor.to(state.count.device) for tensor in tensors]
     done = list(tensors)
-    with _compared(state, tensors, what or op, structure, None if over == data else over):
+    with compared(state, tensors, what or op, structure, None if over == data else over):
         if strange := [t for t in tensors if t.dtype not in _ADDED and not t.dtype.is_complex]:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _ADDED)
             refuse(
@@ -240,7 +192,7 @@ def all_reduce(
 
 @traced_as(lambda state, tensors, what, structure, along: nullcontext())  # ranks run the same graph
 @contextmanager
-def _compared(
+def compared(
     state: State, tensors: Sequence[torch.Tensor], what: str, structure: Any, along: tuple[str, ...] | None
 ) -> Iterator[None]:
     """What ranks communicate within is the same on each of them."""

@@ -28,12 +28,11 @@ from .._common.ranges import ranged
 from .._common.torch_names import profiler, pytree
 from .._optim.optimizer import check, put, tensors_of
 from .._runtime.given import ALL, Leaves
-from .._state.state import State, Version
+from .._state.lineage import Version
+from .._state.state import State
 from .._state.update import Kept, apply_optimizer, counting, keep, may_step, put_back
 from .._storage.gradients import of_tree, of_unit, refuse_zeros
 from .._storage.weights import LentTree, gather, lent_leaves, refresh, whole_of
-
-__all__ = ["finish_reductions", "has_gradients", "newest", "no_unit", "reduce", "release", "step", "unshard"]
 
 Weights = dict[str, torch.Tensor]
 

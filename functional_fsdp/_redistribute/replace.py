@@ -26,14 +26,13 @@ from .._plan.route import states_of
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import runtime_of
 from .._spec.placement import cut_of
+from .._state.lineage import Version
 from .._state.session import end_round
 from .._state.shard import read_sums
-from .._state.state import State, Version
+from .._state.state import State
 from .._storage.flat import FlatBuffer, leaf_shards, zeros
 from .._storage.weights import refresh, stored_as
-from .verbs import finish_reductions
-
-__all__ = ["copies", "renewed", "replace_extras", "replace_grads", "replace_params"]
+from .._verbs.verbs import finish_reductions
 
 Values = dict[str, torch.Tensor]
 

@@ -1,0 +1,176 @@
+"""Packed reductions: sums of gradients, and means of tensors, that travel in a codec.
+
+Packed sums: gradients that travel in a codec, with what packing loses kept for the next step.
+
+    staged [n] + residual [n] ──pack──▶ bytes [ranks, m] ──all-to-all──▶ bytes [ranks, m] ──unpack, add──▶ part
+                    └── less what the bytes stand for ──▶ the next residual
+
+A row of bytes is the part of one rank: each plane of the codec, those of the widest dtype first. Sums are in float32,
+in the order of ranks. Where the sum stays whole on each rank, parts are packed once more and gathered; what that loses
+is added to the residual of the rank that packed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .._common.calls import provide
+from .._common.errors import SpecError
+from .._common.record import Collective
+from .._common.tracing import refuse, traced_as
+from .._engine.reduction_steps import Feedback
+from .._plan.layout import STAGED, aligned
+from .._runtime.runtime import Runtime, runtime_of
+from .._spec.codec import START, Codec, Form, Planes
+from .._state.state import State
+from .._verbs.metrics import Wire, axes_of, chosen_axes, compared
+
+__all__ = ["add_up", "pack", "pack_part", "packed_mean", "packed_sum", "unpack_whole"]
+
+MOST = 1 << 23  # elements at once: what is between is some float32 tensors of so many
+
+
+def _pieces(codec: Codec, bits: torch.Tensor, n: int) -> Iterator[tuple[int, int, Planes]]:
+    """A part's planes, as views of its bytes, in pieces of whole blocks: (first, last) element, and their planes."""
+    kinds = sorted(codec.planes((n,)).items(), key=lambda item: -item[1][1].itemsize)
+    planes: Planes = {}
+    at = 0
+    for name, (shape, dtype) in kinds:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        planes[name] = bits[at : at + size].view(dtype).view(shape)
+        at += size
+    step = max(MOST // codec.block, 1) * codec.block
+    for start in range(0, n, step):
+        stop = min(start + step, n)
+        yield start, stop, {key: p[p.shape[0] * start // n : p.shape[0] * stop // n] for key, p in planes.items()}
+
+
+def pack(codec: Codec, stage: torch.Tensor, bits: torch.Tensor, ranks: int, feedback: Feedback | None) -> None:
+    """Staged gradients [ranks · n], with the residual, -> bytes [ranks · m]; and what the bytes have lost of them."""
+    n = stage.numel() // ranks
+    for rank, part in enumerate(bits.view(ranks, -1)):
+        for start, stop, planes in _pieces(codec, part, n):
+            here = slice(rank * n + start, rank * n + stop)
+            values = stage[here].to(torch.float32)
+            if feedback is not None:
+                values = values + feedback[0][here]
+            _put(planes, codec.pack(values))
+            if feedback is not None:
+                feedback[1][here].copy_(values - codec.unpack(planes, (stop - start,), torch.float32))
+
+
+def _put(planes: Planes, values: Planes) -> None:
+    for name, plane in planes.items():
+        plane.copy_(values[name].view(plane.shape))
+
+
+def add_up(codec: Codec, came: torch.Tensor, ranks: int, out: torch.Tensor, mean: bool) -> None:
+    """Bytes [ranks · m], each rank's summand of one part, -> their sum, or mean, in the order of ranks: float32 [n]."""
+    for rank, part in enumerate(came.view(ranks, -1)):
+        for start, stop, planes in _pieces(codec, part, out.numel()):
+            summand = codec.unpack(planes, (stop - start,), torch.float32)
+            out[start:stop].add_(summand) if rank else out[start:stop].copy_(summand)
+    if mean:
+        out.div_(out.new_full((), ranks))  # by a number a GPU multiplies with its inverse, which it rounds
+
+
+def pack_part(
+    codec: Codec, part: torch.Tensor, bits: torch.Tensor, mine: int, ranks: int, mean: bool, feedback: Feedback | None
+) -> None:
+    """This rank's part of a sum, float32 [n], -> its bytes [m]. What they lose is as much of the whole sum as this
+    rank's own summand would have to be larger by, in the next step."""
+    n = part.numel()
+    for start, stop, planes in _pieces(codec, bits, n):
+        _put(planes, codec.pack(part[start:stop]))
+        if feedback is not None:
+            lost = part[start:stop] - codec.unpack(planes, (stop - start,), torch.float32)
+            feedback[1][mine * n + start : mine * n + stop].add_(lost, alpha=ranks if mean else 1)
+
+
+def unpack_whole(codec: Codec, bits: torch.Tensor, ranks: int, out: torch.Tensor) -> None:
+    """Bytes [ranks · m] of all parts -> the whole sum, float32 [ranks · n]."""
+    n = out.numel() // ranks
+    for rank, part in enumerate(bits.view(ranks, -1)):
+        for start, stop, planes in _pieces(codec, part, n):
+            out[rank * n + start : rank * n + stop].copy_(codec.unpack(planes, (stop - start,), torch.float32))
+
+
+def packed_sum(
+    run: Runtime, kind: str, collectives: tuple[Collective, ...], stage: torch.Tensor, spare: torch.Tensor,
+    out: torch.Tensor | None, codec: Codec, feedback: Feedback | None,
+) -> Generator[Any, None, torch.Tensor]:  # fmt: skip
+    """The sum over the first axis of gradients that travel in a codec, float32: this rank's part of it, or the
+    whole sum where it stays whole."""
+    out = out if out is not None and out.dtype is torch.float32 else None
+    axis, mean = collectives[0].axis, collectives[0].op == "mean"
+    ranks, mine = run.sizes[axis], run.coordinate[axis]
+    n, size = stage.numel() // ranks, collectives[0].numel
+    sent, came = spare[:size], spare[aligned(size, STAGED) :][:size]
+    pack(codec, stage, sent, ranks, feedback)
+    yield from run.collective(collectives[0], came, sent)
+    if kind == "scatter":
+        part = stage.view(torch.uint8)[: 4 * n].view(torch.float32) if out is None else out  # it was packed
+        add_up(codec, came, ranks, part, mean)
+        return part
+    begin = 2 * aligned(size, STAGED)
+    whole = spare[begin : begin + 4 * ranks * n].view(torch.float32) if out is None else out
+    part = whole[mine * n : (mine + 1) * n]
+    add_up(codec, came, ranks, part, mean)
+    own = sent.view(ranks, -1)[mine]
+    pack_part(codec, part, own, mine, ranks, mean, feedback)
+    yield from run.collective(collectives[-1], sent, own)
+    unpack_whole(codec, sent, ranks, whole)
+    return whole
+
+
+def _no_graph(state: State, tensors: Sequence[torch.Tensor], axis: Any, wire: Wire, structure: Any) -> Any:
+    refuse(
+        "ScheduleError",
+        "pmean(wire=) in a step that is compiled whole: bytes of a codec are gathered by eager steps only. Call it "
+        "beside the compiled step, or leave wire out.",
+    )
+
+
+@traced_as(_no_graph)
+def packed_mean(
+    state: State, tensors: Sequence[torch.Tensor], axis: str | Iterable[str] | None, wire: Wire, structure: Any
+) -> list[torch.Tensor]:
+    """The mean along one axis of what each rank packs, in float32, in the order of ranks."""
+    data, every = axes_of(state)
+    over = chosen_axes(data, axis)
+    codec = wire() if callable(wire) else wire
+    if not isinstance(codec, Codec):
+        raise SpecError(f"pmean(wire={wire!r}): expected a codec, as fsdp.int8(64), or None.")
+    if len(over) != 1 or over[0] not in every:
+        raise SpecError(
+            f"pmean(wire={codec}): expected one axis of the mesh ({', '.join(map(repr, every))}), got axis={axis!r}. "
+            "Call it once for each."
+        )
+    forms = [Form(codec, tuple(tensor.shape), torch.float32) for tensor in tensors]
+    run, lineage, ranks = runtime_of(state.spec.mesh), state.version.lineage, every[over[0]]
+    with compared(state, tensors, f"mean in {codec}", structure, over), lineage.call:
+        parts = [form.pack(tensor.to(torch.float32)) for form, tensor in zip(forms, tensors, strict=True)]
+        mine = (
+            torch.cat([F.pad(part, (0, -len(part) % START)) for part in parts]) if parts else state.count.new_empty(0)
+        )
+        came = mine.new_empty(ranks * len(mine))
+        if ranks > 1 and len(mine):
+            run.now(Collective("all_gather", over[0], len(came), came.dtype, "", "side", "mean"), came, mine)
+        else:
+            came.copy_(mine)
+    found, at = [], 0
+    for form, tensor in zip(forms, tensors, strict=True):
+        each = [form.unpack(row[at : at + form.nbytes]) for row in came.view(ranks, -1)]
+        total = each[0]
+        for summand in each[1:]:
+            total = total + summand
+        found.append((total / total.new_full((), ranks)).to(tensor.dtype))
+        at += form.nbytes + -form.nbytes % START
+    return found
+
+
+provide("codecs", packed_sum, packed_mean)
