@@ -33,10 +33,11 @@ import torch
 
 from .._common.errors import ScheduleError
 from .._common.torch_names import make_wrapper, pytree
-from .._distributed.lanes import Lanes, Mark
+from .._distributed.lanes import Mark
 from .._engine.reduction_steps import ordered_sum
 from .._engine.sink import BucketConsumer, StepConsumer
 from .._runtime.given import NewCounts
+from .._runtime.lanes import HostLanes
 from .._state.update import in_place, renew
 from .._storage.flat import FlatBuffer, cut, cuts
 
@@ -97,7 +98,7 @@ class Arrival(BucketConsumer):
         return gone(self.name, self.pieces[-1][1], self.dtype, self.rooms.device)
 
     def add_up(
-        self, came: torch.Tensor, ranks: int, mean: bool, own: tuple[int, torch.Tensor] | None, lanes: Lanes,
+        self, came: torch.Tensor, ranks: int, mean: bool, own: tuple[int, torch.Tensor] | None, lanes: HostLanes,
         there: Sequence[Mark] = (),
     ) -> Mark:  # fmt: skip
         """They came as each rank sent them, or come, each piece by its point of `there`: add each up as `ordered_sum`

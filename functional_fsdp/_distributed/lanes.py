@@ -2,7 +2,7 @@
 
 What runs on a lane is a job, a generator that issues collectives:
 
-|       | `stream_lanes`, on GPUs                     | `host_lanes`, on the CPU                                   |
+|       | `StreamLanes`, on GPUs                      | `HostLanes`, on the CPU                                    |
 |-------|---------------------------------------------|------------------------------------------------------------|
 | lane  | a CUDA stream                               | a queue of jobs, done in order                             |
 | job   | runs to its end at once, on the stream      | yields what to issue, goes on when that has ended          |
@@ -10,8 +10,8 @@ What runs on a lane is a job, a generator that issues collectives:
 | wait  | the current stream waits, the host does not | the host waits                                             |
 
 A job that yields the name of another lane goes on there (on the CPU it stays where it is). Marks may be used again: who
-waits for one waits for the point where it was set last. Nobody asks which kind of lanes there are: `Lanes` says what
-differs.
+waits for one waits for the point where it was set last. Nobody asks which kind of lanes there are: attributes of
+`HostLanes` say what differs.
 
 A lane of the host is a `Queue` of jobs. The collectives on gloo are a generator: it yields calls that issue
 asynchronous works, and goes on when these are done. (NCCL has each as one kernel, see `_runtime.lanes`.)
@@ -27,11 +27,11 @@ A traced step on CPUs calls torch's functional collectives instead, of groups wi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -316,86 +316,6 @@ class Waiting(NamedTuple):
     what: str
     counts: dict[str, int]
     helps: bool
-
-
-class Lanes:
-    """The lanes of one mesh on this rank, beside the compute lane. What the host has no use for does nothing there.
-
-    Attributes:
-        backend: of the communicators.
-        waits_on_host: whether it is the host that waits. Then it hears of its peers meanwhile, what has been released
-            is free, and waiting may fail. Else streams wait for each other, and what the host frees may be in use.
-        copies_on_lanes: whether gradients are copied into staging by the lane, beside compute: until then they stay.
-        queues: jobs of the host, by lane. (On GPUs those of "control" only.)
-        behind: starts what peers wait for, where this rank waits for them.
-    """
-
-    backend: ClassVar[str]
-    waits_on_host: ClassVar[bool]
-    copies_on_lanes: ClassVar[bool]
-    queues: dict[str, Any]
-    behind: Callable[[Mapping[str, Waiting]], bool] | None
-
-    def submit(
-        self, lane: str, hops: tuple[Collective, ...], job: Steps, after: Mark = None, single: bool = False,
-        ordered: bool = False, mark: Mark = None,
-    ) -> Mark:  # fmt: skip
-        """Log a job and start it on its lane once the mark `after` has passed. Returns the mark at its end.
-
-        Args:
-            hops: the collectives that it will issue, for the log.
-            single: its collectives all start at once (on the CPU the next job then need not wait for its end).
-            ordered: it begins with what the job before it ends with (on the CPU it starts after that one's end).
-            mark: an old one that may be used again.
-        """
-
-    def enqueue(self, lane: str, job: Steps, after: Mark = None, mark: Mark = None) -> Mark:
-        """Start a job without collectives on the lane "update", "fetch" or "store", where it goes beside compute.
-        Unlogged. On the CPU it is done at once. `after` and `mark`: as of `submit`."""
-
-    def join(self, lane: str) -> None:
-        """Compute waits for all that a lane has been given."""
-
-    def mark(self, mark: Mark = None) -> Mark:
-        """A point on the compute lane, within a job on the job's lane; None on the CPU, where it is the host's present.
-        May use an old one again."""
-
-    def wait(self, mark: Mark) -> None:
-        """The compute lane waits; within a job its lane does. On the CPU this listens for restarts; a peer that is gone
-        becomes a CommError."""
-        raise NotImplementedError
-
-    def passed(self, mark: Mark) -> bool:
-        """Whether nobody would wait for it, now that the host has looked."""
-        raise NotImplementedError
-
-    def collective(self, hop: Collective, out: Any, given: Any, group: Any) -> Steps:
-        """One collective of a lane with a communicator of its own, as a part of a job; see `Runtime.collective`."""
-        raise NotImplementedError
-
-    def signalling(self, axis: str) -> None:
-        """Have what barriers along an axis need. Collective where there is none yet.
-
-        Raises:
-            SpecError: on every rank, if GPUs cannot have memory that the others reach.
-        """
-
-    def traced(self, lane: str) -> str:
-        """The lane whose communicators a traced step uses for this lane's collectives."""
-        raise NotImplementedError
-
-    def keep(self, *tensors: torch.Tensor, lanes: tuple[str, ...] = ("reduce", "outer")) -> None:
-        """These are given back while lanes may still use them. (A job of the host's holds what it uses.)"""
-
-    def let_go(self, marks: list[Mark]) -> None:
-        """A lineage is gone, and with it what its jobs hold, up to these marks."""
-
-    def idle(self) -> bool:
-        """Whether nothing is under way, and no memory knows the communicators: others may use them."""
-        raise NotImplementedError
-
-    def synchronize(self) -> None:
-        """The host waits until the device has done all that it was given."""
 
 
 def together(jobs: list[Steps]) -> Steps:

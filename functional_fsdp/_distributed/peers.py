@@ -1,11 +1,4 @@
-"""Peers: the ranks of a mesh as votes, exchanges and shared memory see them, which know of no runtime.
-
-`exchanged` gives bytes of every rank to every rank, on the host:
-
-    head [512]   length, first bytes      one collective: most are that small
-    rest [n]     what is left             one more, if there is any, of as many bytes as the longest
-
-Each is a job on the control lane like a vote, so a rank that does not come to one is missed, and met, as there.
+"""What ranks compare, and where: ballots, the host's memory in which those on one host compare them, and who has ended.
 
 HostVote: where ranks on one host compare numbers, a cell for each in shared memory. Takes microseconds.
 
@@ -28,83 +21,53 @@ Nobody needs to ask them: the kernel says so (pidfds, Linux 5.3). Of ranks elsew
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import select
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from enum import IntEnum
+from typing import Any, NamedTuple
 
-import torch
+from .lanes import QUEUES
 
-from .._common.record import Collective
-from .lanes import QUEUES, Lanes
-
-K = TypeVar("K")
-
-HEAD = 512  # bytes
-LENGTH = 8  # bytes
-
-
-def exchanged(run: Peers, data: bytes, what: str) -> list[bytes]:
-    """Every rank's bytes: a head of a fixed length, which says how many there are; then what did not fit."""
-    mine = len(data).to_bytes(LENGTH, "little") + data
-    heads = _gathered(run, mine[:HEAD], HEAD, what)
-    lengths = [LENGTH + int.from_bytes(head[:LENGTH], "little") for head in heads]
-    rest = max(lengths) - HEAD
-    tails = _gathered(run, mine[HEAD:], rest, what) if rest > 0 else [b""] * run.size
-    return [(head + tail)[LENGTH:n] for head, tail, n in zip(heads, tails, lengths, strict=True)]
-
-
-def uneven(run: Peers, have: Mapping[K, Any], what: str) -> list[K]:
-    """The keys of what this rank has and not every rank has, with the same value. Host; waits for all."""
-    every = run.everyone(have, what)
-    return [key for key, value in have.items() if any(other.get(key) != value for other in every)]
-
-
-def _gathered(run: Peers, data: bytes, size: int, what: str) -> list[bytes]:
-    """So many bytes of every rank's. (By the address, since torch takes numpy to make bytes of a tensor.)"""
-    out = torch.zeros(run.size * size, dtype=torch.uint8, device="cpu")
-    given = out[run.rank * size : (run.rank + 1) * size]
-    ctypes.memmove(given.data_ptr(), data, len(data))
-    hop = Collective("all_gather", "", out.numel(), out.dtype, "", "control", what)
-    run.lanes.wait(run.lanes.submit("control", (hop,), run.collective(hop, out, given)))
-    every = ctypes.string_at(out.data_ptr(), out.numel())
-    return [every[i : i + size] for i in range(0, len(every), size)]
-
-
-class Peers(Protocol):
-    """A Runtime, as far as they are concerned; see there what each is."""
-
-    size: int
-    rank: int
-    ranks: list[int]
-    sizes: dict[str, int]
-    coordinate: dict[str, int]
-    rows: dict[str, list[int]]
-    groups: dict[tuple[str, str], Any]
-    lanes: Lanes
-    timeout: timedelta
-    device: torch.device
-    watch: Any
-
-    def everyone(self, value: Any, what: str) -> list[Any]: ...
-    def complaint(self, text: str) -> str | None: ...
-    def most(self, what: str, number: int) -> int: ...
-    def alike(self, what: str, number: int = 0) -> bool: ...
-    def along(self, axes: frozenset[str], rank: int | None = None) -> list[int]: ...
-    def collective(self, hop: Any, out: Any, given: Any) -> Any: ...
-
-
-VALUE = 48  # bits
-NUMBERS = (1 << 15) - 2  # from 1 to an even one, so that odd and even take turns
 NAME = "functional_fsdp"
 BUSY = 2e-4  # seconds of looking again and again, before it sleeps in between
 RING = 64  # jobs of a lane that are remembered
 SHORT, LONG = 5e-5, 2e-3  # seconds of sleep: a fiftieth of the wait so far, so that who is late has the cores
+VALUE = 48  # bits of a cell for a ballot's word; case and number
+NUMBER = 44  # bits of these for the number
+NUMBERS = (1 << 15) - 2  # from 1 to an even one, so that odd and even take turns
+
+
+class Case(IntEnum):
+    """What ranks come to a ballot for. Each case has numbers of its own, so a ballot also tells whether all came for
+    the same."""
+
+    STEP = 0  # the vote before `step` commits, and its confirmation
+    NUMBER = 1  # a number that the caller compares: what is rare
+    USE = 2  # a unit that is used outside the plan
+    EXCHANGE = 3  # what an exchange is for
+    METRICS = 4  # the structure of metrics
+    TURN = 5  # what a rank wants next, where ranks agree on each use
+    APART = 6  # nothing: this rank cannot come, see `_runtime.lanes`
+
+
+class Ballot(NamedTuple):
+    """A number for a case; of two the one of the later case is the larger."""
+
+    case: Case
+    number: int
+
+    @property
+    def word(self) -> int:
+        return self.case << NUMBER | self.number
+
+    @classmethod
+    def of(cls, word: int) -> Ballot:
+        return cls(Case(word >> NUMBER), word & ((1 << NUMBER) - 1))
 
 
 class HostVote:
@@ -142,7 +105,7 @@ class HostVote:
             self.cells[row * self.ranks + self.rank] = 0
 
     @classmethod
-    def of(cls, run: Peers) -> HostVote | None:
+    def of(cls, run: Any) -> HostVote | None:
         """The host vote of a mesh; None where its ranks cannot share one. Collective."""
         fd, where, size = -1, "", 0
         with contextlib.suppress(OSError, AttributeError):  # no memfd: not Linux

@@ -20,8 +20,9 @@ import torch
 
 from .._common.device import host_memory
 from .._common.torch_names import uses_of
-from .._distributed.lanes import Lanes, Mark
+from .._distributed.lanes import Mark
 from .._plan.layout import Bucket, Unit
+from .._runtime.lanes import HostLanes
 from .._runtime.runtime import Runtime
 from .._storage.weights import Stored
 
@@ -72,7 +73,7 @@ class BucketConsumer:
         raise NotImplementedError
 
     def add_up(
-        self, came: torch.Tensor, ranks: int, mean: bool, own: tuple[int, torch.Tensor] | None, lanes: Lanes,
+        self, came: torch.Tensor, ranks: int, mean: bool, own: tuple[int, torch.Tensor] | None, lanes: HostLanes,
         there: Sequence[Mark] = (),
     ) -> Mark:  # fmt: skip
         """They came as each rank sent them, or come, each piece by its point of `there`: add each up as `ordered_sum`

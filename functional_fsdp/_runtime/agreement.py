@@ -1,12 +1,19 @@
 """Agreement: how the ranks of a mesh compare what they are about to do, tell each other small things, and hear of it
 when one of them has left.
 
-    ballots     every rank's number, largest and smallest: the vote before `step` commits, uses outside the plan
-    exchanges   every rank's object; `_runtime.agreement` has calls that fail on all ranks if they fail on one
-    news        while a rank waits for anything, it listens: a peer has restarted, failed, or is gone
+    compare     ballots: every rank's number, largest and smallest, for one of the cases of `Case`
+    exchange    every rank's object; a `Joint` is a call that fails on all ranks if it fails on one
+    listen      while a rank waits for anything, it hears of news: a peer has restarted, failed, or is gone
 
 All of it is on the host. A rank that leaves an exchange before its end, by an interrupt say, is out of step with its
 peers, and meets them before anything else (see `_runtime.restart`).
+
+An exchange gives bytes of every rank to every rank:
+
+    head [512]   length, first bytes      one collective: most are that small
+    rest [n]     what is left             one more, if there is any, of as many bytes as the longest
+
+Each is a job on the control lane like a ballot, so a rank that does not come to one is missed, and met, as there.
 
 Joint work: what every rank does at once, part by part, and raises together if it fails on any of them.
 
@@ -27,25 +34,29 @@ axes of the mesh (experts, of which each has its own), a line is compared among 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import pickle
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from .._common.device import current_device
 from .._common.errors import CommError, FsdpError, RestartError, ScheduleError
 from .._common.interrupts import guard, leave, uninterruptible
 from .._common.record import Collective
 from .._distributed.groups import medium_of
-from .._distributed.lanes import QUEUES, Log, Mark
-from .._distributed.peers import Peers, exchanged
-from .forms import ALIKE, APART, EXCHANGES, GIVEN, NAMES, OUTSIDE, TURNS, Forms, elsewhere
+from .._distributed.lanes import QUEUES, Log, Mark, Steps
+from .._distributed.peers import Ballot, Case
+from .forms import Forms
 from .given import FULL
 from .restart import Meeting, announce, restart
 
@@ -54,6 +65,18 @@ if TYPE_CHECKING:
     from .runtime import Runtime
 
 T = TypeVar("T")
+K = TypeVar("K")
+
+GIVEN = 2  # bits of a vote's number; the other 32 are its digest
+UNITS = 1 << 16  # units that have numbers of their own
+HEAD = 512  # bytes
+LENGTH = 8  # bytes
+PLACES = {
+    Case.EXCHANGE: "an exchange",
+    Case.METRICS: "pmean, psum or pmax",
+    Case.TURN: "a use in the first step",
+    Case.APART: "something planned",
+}
 
 ON_LOSS: list[Callable[[Agreement, str], None]] = []  # called where the communicators of a mesh become of no use
 DESTROYED = "The process group that they were made with was destroyed."
@@ -61,17 +84,20 @@ GRACE = 1.0  # seconds that what a rank sent before it ended may still be on its
 
 
 class Vote(NamedTuple):
-    """A vote under way: this rank's value, the largest of (value, -value) in the end, and the job."""
+    """A ballot under way: this rank's number, the largest of (word, -word) in the end, and the job."""
 
     mine: int
-    ballot: Any  # [value, -value]: numbers for the host vote, a tensor for gloo
+    words: Any  # [word, -word]: numbers for the host vote, a tensor for gloo
     job: Mark
 
 
-class Agreement(Peers):
-    """The half of a Runtime by which ranks agree.
+class Agreement:
+    """The ranks of one mesh, and the half of their Runtime by which they agree.
 
     Attributes:
+        sizes, coordinate: of the mesh's axes, and this rank's place along each; position: the same, as items.
+        grid: the ranks, as the mesh has them; ranks: sorted; rank: which of these this one is.
+        rows: the ranks along each axis that this one is in.
         epoch: how often a restart dropped what was under way, or all was lost: states of a step know theirs.
         meetings: restarts, and meetings that found every rank at the same place.
         restarted: how many there were after the last restart.
@@ -82,7 +108,28 @@ class Agreement(Peers):
         meeting: the one that this rank came to last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
+        names = mesh.mesh_dim_names or ()
+        self.sizes = dict(zip(names, mesh.shape, strict=True))
+        try:
+            self.coordinate = {axis: mesh.get_local_rank(axis) for axis in names}
+        except (RuntimeError, ValueError) as error:  # torch looks for the groups of its axes
+            raise CommError(
+                f"the mesh {self.sizes}: torch does not know its process groups ({error}). "
+                "dist.destroy_process_group() was called after the mesh was made, say: call it last, after what is "
+                "saved. Or make another mesh."
+            ) from error
+        self.position = tuple(self.coordinate.items())
+        self.size = mesh.size()
+        self.device = current_device(mesh.device_type)
+        self.rows: dict[str, list[int]] = {}  # of ranks, along each axis, that this one is in
+        self.grid = mesh.mesh  # ranks [sizes]; the mesh itself is not kept: when it is let go, so is this
+        self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
+        self.rank = 0  # which of them this one is
+        self.timeout = timedelta()
+        self.lanes: Any = None  # `HostLanes`, of which this one knows only that it takes jobs
+        self.groups: dict[tuple[str, str], dist.ProcessGroup] = {}  # communicators, by lane and axis
+        self.control: Any = None  # and that of all ranks, on the host
         self.world: Any = dist.group.WORLD
         self.medium = medium_of(self.world)
         self.store: Any = None  # by which ranks leave each other word, where there are others
@@ -138,15 +185,40 @@ class Agreement(Peers):
         if self.capturing:
             self.remarks.append(said)
 
+    # ---- collectives
+
+    def along(self, axes: frozenset[str], rank: int | None = None) -> list[int]:
+        """The ranks with the coordinates of a rank, by default this one, but along these axes."""
+        at_rank = [at for _, at in self.position] if rank is None else (self.grid == rank).nonzero()[0].tolist()
+        place = tuple(slice(None) if axis in axes else at for (axis, _), at in zip(self.position, at_rank, strict=True))
+        found: list[int] = self.grid[place].flatten().tolist()
+        return found
+
+    def collective(self, hop: Collective, out: Any, given: Any) -> Steps:
+        """One collective, as a part of a job. `given` may be the rank's own slice of `out`, or the same
+        tensor. (A ballot of the host vote is a list.)"""
+        if self.sizes.get(hop.axis, self.size) == 1:
+            if out.data_ptr() != given.data_ptr():
+                out.copy_(given)
+            return iter(())
+        if hop.splits is not None:
+            hop = hop._replace(splits=hop.splits.at(self.coordinate))
+        if hop.lane != "control":
+            return self.lanes.collective(hop, out, given, self.groups[hop.lane, hop.axis])
+        if hop.kind == "all_reduce" and hop.dtype is torch.int64 and self.host_vote is not None:
+            return self.host_vote.largest(out)
+        return self.medium.exchange(hop, out, given, self.control)
+
     # ---- ballots
 
-    def ballot(self, value: int, what: str) -> Vote:
-        """Start comparing every rank's `value`. Host, 16 bytes."""
-        ballot: Any = [value, -value]
+    def ballot(self, case: Case, number: int, what: str) -> Vote:
+        """Start comparing every rank's number. Host, 16 bytes."""
+        word = Ballot(case, number).word
+        words: Any = [word, -word]
         if self.host_vote is None:
-            ballot = torch.tensor(ballot, device="cpu")
+            words = torch.tensor(words, device="cpu")
         hop = Collective("all_reduce", "", 2, torch.int64, "max", "control", what)
-        return Vote(value, ballot, self.lanes.submit("control", (hop,), self.collective(hop, ballot, ballot)))
+        return Vote(number, words, self.lanes.submit("control", (hop,), self.collective(hop, words, words)))
 
     def vote(self, digest: int, given: int = FULL) -> Vote | None:
         """Start the vote before `step` commits; the host may do something else before it waits in `compare`.
@@ -159,7 +231,7 @@ class Agreement(Peers):
             return None
         self.voted, self.stage = (digest, len(self.remarks)), "voted"
         mine, self.digest = zlib.crc32(f"{digest} {self.digest}".encode()), 0
-        return self.ballot(mine << GIVEN | given, "vote")
+        return self.ballot(Case.STEP, mine << GIVEN | given, "vote")
 
     def compare(self, vote: Vote | None) -> tuple[int, int]:
         """The first round: every rank arrived at `step`, having issued the same collectives. Returns the least and the
@@ -175,8 +247,8 @@ class Agreement(Peers):
         if vote is None:
             return FULL, FULL
         most, least = self.tally(vote)
-        mine, lowest, highest = (number >> GIVEN for number in (vote.mine, least, most))
-        if highest != lowest:
+        mine, lowest, highest = (number >> GIVEN for number in (vote.mine, least.number, most.number))
+        if highest != lowest or most.case is not Case.STEP:
             raise ScheduleError(
                 "ranks issued different collectives in this step, or changed its gradients in other ways, as by "
                 "clipping to another norm, by other noise, after another number of microbatches, or with another skip= "
@@ -185,13 +257,13 @@ class Agreement(Peers):
                 "last_microbatch, on every rank; only units of the schedule may be left out. The state before the step "
                 f"is valid.{self.of_several()}"
             )
-        return least & (1 << GIVEN) - 1, most & (1 << GIVEN) - 1
+        return least.number & (1 << GIVEN) - 1, most.number & (1 << GIVEN) - 1
 
-    def tally(self, vote: Vote) -> tuple[int, int]:
-        """The largest and the smallest of every rank's value, once all have come."""
+    def tally(self, vote: Vote) -> tuple[Ballot, Ballot]:
+        """The largest and the smallest of every rank's ballot, once all have come."""
         self.lanes.wait(vote.job)
-        most, least = int(vote.ballot[0]), -int(vote.ballot[1])
-        if most >= APART:
+        most, least = Ballot.of(int(vote.words[0])), Ballot.of(-int(vote.words[1]))
+        if most.case is Case.APART:
             self.void()
         if most != least:
             self.digest = 0  # as of those that came to the vote of a step: ranks go on alike
@@ -207,10 +279,10 @@ class Agreement(Peers):
         if self.size > 1:
             self.stage = "confirming"
             try:
-                most, _ = self.tally(self.ballot(0, "confirm"))
+                most, _ = self.tally(self.ballot(Case.STEP, 0, "confirm"))
             finally:
                 self.stage = ""
-            if most >= APART:
+            if most.case is Case.APART:
                 raise ScheduleError(
                     "a rank issued other collectives in this step than the others, so the step was not taken. Call "
                     "unshard and reduce for the same units, in the same order and with the same last_microbatch, on "
@@ -242,12 +314,12 @@ class Agreement(Peers):
         """Whether every rank comes here, and not to a vote, with the same number. For what is rare. Host."""
         if self.size == 1:
             return True
-        most, least = self.tally(self.ballot(ALIKE + number, what))
+        most, least = self.tally(self.ballot(Case.NUMBER, number, what))
         return most == least
 
     def most(self, what: str, number: int) -> int:
         """The largest of every rank's number. Host."""
-        return number if self.size == 1 else self.tally(self.ballot(ALIKE + number, what))[0] - ALIKE
+        return number if self.size == 1 else self.tally(self.ballot(Case.NUMBER, number, what))[0].number
 
     def agree(self, number: int, names: tuple[str, ...], verb: str) -> None:
         """Before a use outside the plan: every rank is about to `verb` the unit `names[number]`. Host, 16 bytes.
@@ -257,10 +329,10 @@ class Agreement(Peers):
         """
         if self.size == 1:
             return
-        before = 1 + self.logs["reduce"].count % NAMES if verb == "reduce" else 0  # which must be the same ones
-        most, least = self.tally(self.ballot(OUTSIDE + before * NAMES + number, f"{verb} {names[number]!r}"))
+        before = 1 + self.logs["reduce"].count % UNITS if verb == "reduce" else 0  # which must be the same ones
+        most, least = self.tally(self.ballot(Case.USE, before * UNITS + number, f"{verb} {names[number]!r}"))
         if most != least:
-            both = [elsewhere(n, names) for n in (least, most)]
+            both = [_place_of(ballot, names) for ballot in (least, most)]
             raise ScheduleError(
                 f"{verb}({names[number]!r}) is not what the schedule expects here, so every rank must do the same, but "
                 f"ranks came with {both[0]} and {both[1]}. Use the same units in the same order on every rank, or "
@@ -278,13 +350,13 @@ class Agreement(Peers):
         """
         if self.size == 1:
             return wanted
-        most, least = self.tally(self.ballot(TURNS + wanted, f"{what}, and a peer's next use"))
-        if least < TURNS or most >= APART:
+        ballots = self.tally(self.ballot(Case.TURN, wanted, f"{what}, and a peer's next use"))
+        if other := next((ballot for ballot in reversed(ballots) if ballot.case is not Case.TURN), None):
             raise ScheduleError(
-                f"ranks came to {what}, and to {elsewhere(least if least < TURNS else most, names)}. Make the same "
+                f"ranks came to {what}, and to {_place_of(other, names)}. Make the same "
                 "calls in the same order on every rank. The state before the step is valid."
             )
-        return least - TURNS
+        return ballots[1].number
 
     # ---- exchanges
 
@@ -304,7 +376,7 @@ class Agreement(Peers):
         data = pickle.dumps(value)
         self.parted = True
         try:
-            most, least = self.tally(self.ballot(EXCHANGES + zlib.crc32(what.encode()), what))
+            most, least = self.tally(self.ballot(Case.EXCHANGE, zlib.crc32(what.encode()), what))
             if most != least:
                 self.parted = False  # all know
                 raise ScheduleError(
@@ -319,6 +391,11 @@ class Agreement(Peers):
             raise
         self.parted = False
         return [pickle.loads(one) for one in found]
+
+    def uneven(self, have: Mapping[K, Any], what: str) -> list[K]:
+        """The keys of what this rank has and not every rank has, with the same value. Host; waits for all."""
+        every = self.everyone(have, what)
+        return [key for key, value in have.items() if any(other.get(key) != value for other in every)]
 
     def complaint(self, text: str) -> str | None:
         """What the first rank that has something to say says; None if all are content (""). Host; waits for all."""
@@ -454,6 +531,35 @@ class Agreement(Peers):
         """Meet every rank of the mesh; see `_runtime.restart`."""
         if self.size > 1:
             restart(self, lineage, noticed)
+
+
+def _place_of(ballot: Ballot, names: tuple[str, ...]) -> str:
+    """Where a rank is that came to a ballot with this one, in words."""
+    if ballot.case is Case.USE:
+        before, unit = divmod(ballot.number, UNITS)
+        return f"{names[unit]!r}{f' after {before - 1} reductions' if before else ''}"
+    return PLACES.get(ballot.case, "step")
+
+
+def exchanged(run: Agreement, data: bytes, what: str) -> list[bytes]:
+    """Every rank's bytes: a head of a fixed length, which says how many there are; then what did not fit."""
+    mine = len(data).to_bytes(LENGTH, "little") + data
+    heads = _gathered(run, mine[:HEAD], HEAD, what)
+    lengths = [LENGTH + int.from_bytes(head[:LENGTH], "little") for head in heads]
+    rest = max(lengths) - HEAD
+    tails = _gathered(run, mine[HEAD:], rest, what) if rest > 0 else [b""] * run.size
+    return [(head + tail)[LENGTH:n] for head, tail, n in zip(heads, tails, lengths, strict=True)]
+
+
+def _gathered(run: Agreement, data: bytes, size: int, what: str) -> list[bytes]:
+    """So many bytes of every rank's. (By the address, since torch takes numpy to make bytes of a tensor.)"""
+    out = torch.zeros(run.size * size, dtype=torch.uint8, device="cpu")
+    given = out[run.rank * size : (run.rank + 1) * size]
+    ctypes.memmove(given.data_ptr(), data, len(data))
+    hop = Collective("all_gather", "", out.numel(), out.dtype, "", "control", what)
+    run.lanes.wait(run.lanes.submit("control", (hop,), run.collective(hop, out, given)))
+    every = ctypes.string_at(out.data_ptr(), out.numel())
+    return [every[i : i + size] for i in range(0, len(every), size)]
 
 
 class Met(NamedTuple):

@@ -8,9 +8,6 @@ before it, by a ballot on the host; but only where the form is not the one that 
 
 What a rank expects follows from what came before, which was the same on every rank. So where ranks differ, one at least
 did not expect its form, and waits in the ballot; the others, which wait in the collective, hear of that.
-
-Each place that votes has numbers of its own (`GIVEN`, `METRICS`, ...), so that a ballot also tells whether all ranks
-came to the same place.
 """
 
 from __future__ import annotations
@@ -21,26 +18,7 @@ from typing import Any
 
 from .._common.errors import ScheduleError, TreeError
 from .._common.torch_names import pytree
-
-GIVEN = 2  # bits of a vote's number; the other 32 are its digest
-ALIKE = 1 << 38  # no vote's number, which has 34 bits
-OUTSIDE = 1 << 40  # ballots from here on name a unit that is used outside the plan
-EXCHANGES = 1 << 41  # are of what an exchange is for
-METRICS = 1 << 42  # ballots from here on are of the structure of metrics
-TURNS = 1 << 44  # are of what a rank wants next, where ranks agree on each use
-APART = 1 << 46  # of a rank that cannot come, see `_runtime.lanes`
-NAMES = 1 << 16  # units that have numbers of their own
-
-
-def elsewhere(number: int, names: tuple[str, ...]) -> str:
-    """Where a rank is that came to a ballot with this number."""
-    if number >= TURNS:
-        return "something planned" if number >= APART else "a use in the first step"
-    if number >= EXCHANGES:
-        return "pmean, psum or pmax" if number >= METRICS else "an exchange"
-    before, unit = divmod(number - OUTSIDE, NAMES)
-    return "step" if number < OUTSIDE else f"{names[unit]!r}{f' after {before - 1} reductions' if before else ''}"
-
+from .._distributed.peers import Case
 
 MOST = 256  # transitions that are remembered
 AROUND = 80  # letters of a long text before the place where it differs
@@ -130,12 +108,12 @@ class Forms:
         """
         self.asking = True
         try:
-            most, least = run.tally(run.ballot(METRICS + number, "metrics"))
+            most, least = run.tally(run.ballot(Case.METRICS, number, "metrics"))
         finally:
             self.asking = False
         if most == least:
             return
-        if least < METRICS or most >= APART:
+        if not least.case is most.case is Case.METRICS:
             what = _cut(described(self.form))
             raise ScheduleError(
                 f"ranks came to {what}, and to something else (a step, a use outside the plan). Make the same "

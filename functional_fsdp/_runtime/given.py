@@ -24,10 +24,10 @@ import torch
 
 from .._common.errors import ScheduleError
 from .._common.record import Collective
-from .._distributed.peers import Peers
 
 if TYPE_CHECKING:
     from .._plan.layout import Bucket, Layout
+    from .agreement import Agreement
 
 ALL = -1
 OTHERS, NONE, ONE = 0, 1, 2  # in a row
@@ -136,7 +136,7 @@ class Fixed(NamedTuple):
     row: bytes
     agreed: bytes
 
-    def again(self, run: Peers, seen: tuple[int, int]) -> None:
+    def again(self, run: Agreement, seen: tuple[int, int]) -> None:
         """Agree as an eager step would, in which other ranks may be.
 
         Raises:
@@ -185,7 +185,7 @@ class GradientMask:
         self.row = row
         return LACKS
 
-    def agree(self, run: Peers, seen: tuple[int, int]) -> Lacking:
+    def agree(self, run: Agreement, seen: tuple[int, int]) -> Lacking:
         """Which leaves got no gradient on any rank that shares them, after a vote in which all came.
 
         Args:
@@ -198,7 +198,7 @@ class GradientMask:
         return self.seats.lacking(agreed)
 
 
-def _agreed(run: Peers, seats: Seats, seen: tuple[int, int], row: bytes, fixed: bytes | None) -> bytes:
+def _agreed(run: Agreement, seats: Seats, seen: tuple[int, int], row: bytes, fixed: bytes | None) -> bytes:
     """The row of all ranks. Empty ones: every leaf got a gradient. `fixed`: what a captured step had found."""
     if run.size == 1:
         return row
@@ -219,7 +219,7 @@ def _agreed(run: Peers, seats: Seats, seen: tuple[int, int], row: bytes, fixed: 
     return found if NONE in found else b""
 
 
-def _largest(run: Peers, row: bytes) -> bytes:
+def _largest(run: Agreement, row: bytes) -> bytes:
     flat = torch.frombuffer(bytearray(row), dtype=torch.uint8)
     hop = Collective("all_reduce", "", len(row), flat.dtype, "max", "control", "leaves with gradients")
     run.lanes.wait(run.lanes.submit("control", (hop,), run.collective(hop, flat, flat)))

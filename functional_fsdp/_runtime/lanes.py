@@ -30,9 +30,9 @@ from .._common.interrupts import uninterruptible
 from .._common.ranges import ranged
 from .._common.record import Collective
 from .._common.torch_names import all_gather_single, current_stream, profiler, reduce_scatter_single, set_stream
-from .._distributed.lanes import LANES, OPS, QUEUES, Job, Lanes, Log, Mark, Queue, Steps, Waiting, gloo
+from .._distributed.lanes import LANES, OPS, QUEUES, Job, Log, Mark, Queue, Steps, Waiting, gloo
+from .._distributed.peers import Case
 from .agreement import Agreement
-from .forms import APART
 from .restart import POLL, twin
 
 BESIDE = {"side", "control", "reduce"}  # lanes on which it is waited for in the middle of what no plan names
@@ -44,11 +44,21 @@ SAME = (
 )
 
 
-class HostLanes(Lanes):
-    """Queues of jobs, which the host carries on while it waits.
+class HostLanes:
+    """The lanes of one mesh on this rank, beside the compute lane: queues of jobs, which the host carries on while it
+    waits. What the host has no use for does nothing here.
 
     Args:
         run: the ranks of the mesh, as they agree.
+
+    Attributes:
+        backend: of the communicators.
+        waits_on_host: whether it is the host that waits. Then it hears of its peers meanwhile, what has been released
+            is free, and waiting may fail. Else streams wait for each other, and what the host frees may be in use.
+        copies_on_lanes: whether gradients are copied into staging by the lane, beside compute: until then they stay.
+        collective: one collective of a lane, as a part of a job; see `Runtime.collective`.
+        queues: jobs of the host, by lane. (On GPUs those of "control" only.)
+        behind: starts what peers wait for, where this rank waits for them.
     """
 
     backend = "gloo"
@@ -65,6 +75,14 @@ class HostLanes(Lanes):
         self, lane: str, hops: tuple[Collective, ...], job: Steps, after: Mark = None, single: bool = False,
         ordered: bool = False, mark: Mark = None,
     ) -> Mark:  # fmt: skip
+        """Log a job and start it on its lane once the mark `after` has passed. Returns the mark at its end.
+
+        Args:
+            hops: the collectives that it will issue, for the log.
+            single: its collectives all start at once (on the CPU the next job then need not wait for its end).
+            ordered: it begins with what the job before it ends with (on the CPU it starts after that one's end).
+            mark: an old one that may be used again.
+        """
         queue = self.queues[lane]
         if queue.jobs and (ordered or not queue.jobs[-1].single):
             queue.progress()
@@ -107,10 +125,21 @@ class HostLanes(Lanes):
             raise self.run.fail(f"{_said(job)} could not be issued", error) from error
 
     def enqueue(self, lane: str, job: Steps, after: Mark = None, mark: Mark = None) -> Mark:
+        """Start a job without collectives on the lane "update", "fetch" or "store", where it goes beside compute.
+        Unlogged. On the CPU it is done at once. `after` and `mark`: as of `submit`."""
         for _ in job:
             pass
 
+    def join(self, lane: str) -> None:
+        """Compute waits for all that a lane has been given."""
+
+    def mark(self, mark: Mark = None) -> Mark:
+        """A point on the compute lane, within a job on the job's lane; None on the CPU, where it is the host's present.
+        May use an old one again."""
+
     def wait(self, mark: Mark) -> None:
+        """The compute lane waits; within a job its lane does. On the CPU this listens for restarts; a peer that is gone
+        becomes a CommError."""
         if mark is None:
             return
         queue = self.queues[mark.lane]
@@ -124,17 +153,34 @@ class HostLanes(Lanes):
             queue.start()
 
     def passed(self, mark: Mark) -> bool:
+        """Whether nobody would wait for it, now that the host has looked."""
         return mark is None or self.queues[mark.lane].over(mark)
 
+    def signalling(self, axis: str) -> None:
+        """Have what barriers along an axis need. Collective where there is none yet.
+
+        Raises:
+            SpecError: on every rank, if GPUs cannot have memory that the others reach.
+        """
+
     def traced(self, lane: str) -> str:
+        """The lane whose communicators a traced step uses for this lane's collectives."""
         return "traced"
 
+    def keep(self, *tensors: torch.Tensor, lanes: tuple[str, ...] = ("reduce", "outer")) -> None:
+        """These are given back while lanes may still use them. (A job of the host's holds what it uses.)"""
+
     def let_go(self, marks: list[Mark]) -> None:
+        """A lineage is gone, and with it what its jobs hold, up to these marks."""
         for queue in self.queues.values():  # jobs hold what they write: let go of those that are done
             queue.reap()
 
     def idle(self) -> bool:
+        """Whether nothing is under way, and no memory knows the communicators: others may use them."""
         return all(job.ready() for queue in self.queues.values() for job in queue.jobs)
+
+    def synchronize(self) -> None:
+        """The host waits until the device has done all that it was given."""
 
     # ---- waiting
 
@@ -230,7 +276,7 @@ class HostLanes(Lanes):
     def _apart(self, said: str) -> ScheduleError:
         """The error for a step in which ranks will never meet. The others are told: at a vote by a ballot, else by the
         store."""
-        self.run.ballot(APART, "apart")
+        self.run.ballot(Case.APART, 0, "apart")
         self.run.void()
         self.run.store.set(f"apart/{self.run.meetings}", f"rank {dist.get_rank()} says: {said}")
         return ScheduleError(said)
@@ -444,9 +490,9 @@ class StreamLanes(HostLanes):
         return super().idle() and not self.signals
 
 
-def lanes_of(run: Agreement) -> Lanes:
+def lanes_of(run: Agreement) -> HostLanes:
     """The lanes of a mesh: its medium's own; else streams where it has GPUs, else the host's."""
     if run.medium.lanes is not None:
-        found: Lanes = run.medium.lanes(run)
+        found: HostLanes = run.medium.lanes(run)
         return found
     return StreamLanes(run) if run.device.type == "cuda" else HostLanes(run)

@@ -26,11 +26,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._common.device import current_device
-from .._common.errors import CommError, SpecError
+from .._common.errors import SpecError
 from .._common.record import Collective
 from .._distributed.groups import PatientStore, one_thread
-from .._distributed.lanes import LANES, Steps
+from .._distributed.lanes import LANES
 from .agreement import DESTROYED, Agreement
 from .lanes import lanes_of
 
@@ -42,20 +41,7 @@ class Runtime(Agreement):
     """What all states on one mesh share. Made once per mesh and process, by `runtime_of`."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        names = mesh.mesh_dim_names or ()
-        self.sizes = dict(zip(names, mesh.shape, strict=True))
-        try:
-            self.coordinate = {axis: mesh.get_local_rank(axis) for axis in names}
-        except (RuntimeError, ValueError) as error:  # torch looks for the groups of its axes
-            raise CommError(
-                f"the mesh {self.sizes}: torch does not know its process groups ({error}). "
-                "dist.destroy_process_group() was called after the mesh was made, say: call it last, after what is "
-                "saved. Or make another mesh."
-            ) from error
-        self.position = tuple(self.coordinate.items())
-        self.size = mesh.size()
-        self.device = current_device(mesh.device_type)
+        super().__init__(mesh)
         self.gate: Any = None  # what may take the step back, see `gated`
         self.watcher: Any = None  # what verbs are called through, see `watched`
         self.chosen: dict[tuple[bool, tuple[str, ...]], Any] = {}  # "auto", for large models or not, and by axes
@@ -66,13 +52,8 @@ class Runtime(Agreement):
         self.again: dict[tuple[int, int], torch.Generator] = {}  # that a captured step draws them from
         self.lanes = lanes_of(self)
         self.users: dict[int, int] = {}  # under 0 the thread that is in a call, see `_common.calls`
-        self.groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         self.own_groups: dict[Kind, list[dist.ProcessGroup]] = {}
         self.spare_groups: dict[Kind, list[dist.ProcessGroup]] = {}  # of meshes that are no more
-        self.rows: dict[str, list[int]] = {}  # of ranks, along each axis, that this one is in
-        self.grid = mesh.mesh  # ranks [sizes]; the mesh itself is not kept: when it is let go, so is this
-        self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
-        self.rank = 0  # which of them this one is
         self.place = ""  # in the store
         if self.size == 1:
             return
@@ -88,13 +69,13 @@ class Runtime(Agreement):
             for kind, groups in run.let_go().items():
                 self.spare_groups.setdefault(kind, []).extend(groups)
         self.store = self.medium.store(self.place)
-        for i, axis in enumerate(names):
+        for i, axis in enumerate(self.sizes):
             mine = mesh.mesh.movedim(i, -1).reshape(-1, mesh.shape[i])
             row = self.rows[axis] = next(row.tolist() for row in mine if dist.get_rank() in row)
             if len(row) > 1:
                 for lane in LANES:
                     self.groups[lane, axis] = self._group(row, f"{lane} {axis}", self.lanes.backend)
-        self.control: Any = self._group(self.ranks, "control", "gloo")
+        self.control = self._group(self.ranks, "control", "gloo")
         self.host_vote = self.medium.vote(self)
         if not all(self.everyone(len(self.watch) == self.size - 1, "who sees whom")):
             self.arrivals = self._group(self.ranks, "arrivals", "gloo")
@@ -185,28 +166,6 @@ class Runtime(Agreement):
             self.gate = None
 
     # ---- jobs
-
-    def along(self, axes: frozenset[str], rank: int | None = None) -> list[int]:
-        """The ranks with the coordinates of a rank, by default this one, but along these axes."""
-        at_rank = [at for _, at in self.position] if rank is None else (self.grid == rank).nonzero()[0].tolist()
-        place = tuple(slice(None) if axis in axes else at for (axis, _), at in zip(self.position, at_rank, strict=True))
-        found: list[int] = self.grid[place].flatten().tolist()
-        return found
-
-    def collective(self, hop: Collective, out: Any, given: Any) -> Steps:
-        """One collective, as a part of a job. `given` may be the rank's own slice of `out`, or the same
-        tensor. (A ballot of the host vote is a list.)"""
-        if self.sizes.get(hop.axis, self.size) == 1:
-            if out.data_ptr() != given.data_ptr():
-                out.copy_(given)
-            return iter(())
-        if hop.splits is not None:
-            hop = hop._replace(splits=hop.splits.at(self.coordinate))
-        if hop.lane != "control":
-            return self.lanes.collective(hop, out, given, self.groups[hop.lane, hop.axis])
-        if hop.kind == "all_reduce" and hop.dtype is torch.int64 and self.host_vote is not None:
-            return self.host_vote.largest(out)
-        return self.medium.exchange(hop, out, given, self.control)
 
     def now(self, hop: Collective, out: torch.Tensor, given: torch.Tensor) -> None:
         """One collective on its lane; the compute lane waits for it."""

@@ -19,7 +19,6 @@ import torch
 
 from .._common.record import Collective
 from .._distributed.lanes import ARENA, Steps, together
-from .._distributed.peers import uneven
 from .._engine.gathers import Carrier, GatherSteps, Portions
 from .._plan.layout import Bucket, Layout, Unit
 from .._plan.plan import Plan
@@ -122,7 +121,7 @@ class Copies(Carrier):
         check_reach(self.run, self.axes())
         before = self.memories
         have = {name: peer_memory.nbytes for name, peer_memory in before.items()}
-        for name in uneven(self.run, have, "memories"):
+        for name in self.run.uneven(have, "memories"):
             if name:
                 del self.stages[name]
             else:

@@ -33,7 +33,7 @@ import torch
 from .._common.calls import provide
 from .._common.errors import CommError, SpecError
 from .._common.torch_names import raw_stream, symmetric_memory
-from .._distributed.peers import Peers
+from .._runtime.runtime import Runtime
 from .cuda_driver import driver
 
 __all__ = ["Operation", "PeerMemory", "Signals", "check_reach", "operations", "use_backend"]
@@ -48,7 +48,7 @@ class PeerMemory:
         SpecError: on every rank, if the memory of one could not be had or read.
     """
 
-    def __init__(self, run: Peers, axes: Sequence[str], nbytes: int) -> None:
+    def __init__(self, run: Runtime, axes: Sequence[str], nbytes: int) -> None:
         self.axes = axes
         self.nbytes = max(nbytes, 1)
         self.mine: torch.Tensor
@@ -59,7 +59,7 @@ class PeerMemory:
         else:
             self._shared(run)
 
-    def _symmetric(self, run: Peers) -> None:
+    def _symmetric(self, run: Runtime) -> None:
         symmetric = symmetric_memory()
 
         failed = ""
@@ -78,7 +78,7 @@ class PeerMemory:
             failed = str(error).splitlines()[0]
         self._agree(run, failed)
 
-    def _shared(self, run: Peers) -> None:
+    def _shared(self, run: Runtime) -> None:
         """Memory without a name, which peers find by this process's number: nothing stays behind if it dies."""
         fd = os.memfd_create("functional_fsdp")
         try:
@@ -101,7 +101,7 @@ class PeerMemory:
         finally:
             os.close(fd)
 
-    def _agree(self, run: Peers, failed: str) -> None:
+    def _agree(self, run: Runtime, failed: str) -> None:
         why = run.complaint(failed)
         if why is not None:
             raise SpecError(
@@ -115,12 +115,12 @@ class PeerMemory:
         return torch.from_file(path, shared=True, size=self.nbytes, dtype=torch.uint8)
 
 
-def _along(run: Peers, axis: str) -> list[int]:
+def _along(run: Runtime, axis: str) -> list[int]:
     """The ranks of this rank's row along an axis, by place, as indices of `run.everyone`."""
     return [run.ranks.index(rank) for rank in run.rows[axis]]
 
 
-def check_reach(run: Peers, axes: Iterable[str]) -> None:
+def check_reach(run: Runtime, axes: Iterable[str]) -> None:
     """Raise SpecError, on every rank, unless ranks can read each other's memory along these axes. Collective.
 
     Raises:
@@ -148,7 +148,7 @@ def check_reach(run: Peers, axes: Iterable[str]) -> None:
         raise SpecError(f"Spec(transport='copy_engine'): {found}")
 
 
-def use_backend(run: Peers, name: str) -> None:
+def use_backend(run: Runtime, name: str) -> None:
     """Have symmetric memory by this backend of torch's, of which a process has one.
 
     Raises:
@@ -202,7 +202,7 @@ class Signals:
         SpecError: on every rank, if GPUs cannot have memory that the others reach.
     """
 
-    def __init__(self, run: Peers, axis: str, lanes: int) -> None:
+    def __init__(self, run: Runtime, axis: str, lanes: int) -> None:
         ranks = run.sizes[axis]
         self.axis = axis
         self.peer_memory = PeerMemory(run, [axis], 2 * WORD * ranks * lanes)

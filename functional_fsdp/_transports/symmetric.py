@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from .._common.errors import SpecError
 from .._common.torch_names import symmetric_memory
-from .._distributed.peers import uneven
 from .._engine.gathers import Carrier
 from .._spec.spec import Traits, Transport
 from .peer_memory import use_backend
@@ -61,7 +60,7 @@ class NcclWindows(Carrier):
         Returns whether something is new.
         """
         have = {key: number for key, (number, _) in self.made.items()}
-        for key in uneven(self.run, have, "windows"):
+        for key in self.run.uneven(have, "windows"):
             _give_back(self.run, {key: self.made.pop(key)})
         self.arena(plan.arena)
         self._stages(plan.staging)

@@ -25,8 +25,8 @@ from support.transactions import (
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
+from functional_fsdp._distributed.peers import Ballot, Case
 from functional_fsdp._runtime.agreement import Agreement
-from functional_fsdp._runtime.forms import APART
 
 PLACES = ("before", "unshard", "grad", "reduce")
 
@@ -88,7 +88,7 @@ def test_a_rank_does_not_commit_where_a_peer_cannot_come() -> None:
     """The second round of a vote, to which a peer has come that waits for a collective of this rank's."""
     agreement: Any = object.__new__(Agreement)  # type: ignore[type-abstract]
     agreement.size, agreement.votes, agreement.lineages = 2, 0, {}
-    agreement.ballot, agreement.tally = (lambda number, what: None), (lambda vote: (APART, 0))
+    agreement.ballot, agreement.tally = (lambda *_: None), (lambda vote: (Ballot(Case.APART, 0), vote))
     with pytest.raises(fsdp.ScheduleError, match="so the step was not taken"):
         agreement.confirm()
     assert (agreement.votes, agreement.stage) == (0, "")
