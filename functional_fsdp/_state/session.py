@@ -2,7 +2,7 @@
 
 Session(state, verb, order)    the call may use this state; the plan goes by its order
 begin                          a forward that trains begins
-  unshard, release             the verbs, for each unit (`outside=True`: beside the plan)
+  unshard, release             the verbs, for each unit (`outside=True`: off the plan)
 turn                           the forward is over; is a microbatch to follow?
 expect, skip                   which gradients will come, and which will not
   unshard, reduce, release
@@ -161,9 +161,6 @@ def note_activations(state: State, ways: Mapping[str, str]) -> None:
                 lineage.note_activations(ways)
 
 
-NOTHING: frozenset[str] = frozenset()
-
-
 class Session:
     """A call that uses a state's units by itself: a transform that drives a module, in whatever framework it is.
 
@@ -179,6 +176,7 @@ class Session:
 
     Attributes:
         number: how many forwards of this step began before; see `seeds`.
+        fallback: the units that were gathered off the plan in this step; nearly always there are none.
         watcher: what forwards of units are called through, `watcher("forward blocks.3", fn, *args)`; None: nothing.
 
     Raises:
@@ -215,6 +213,7 @@ class Session:
             with torch.no_grad(), lineage.call:
                 self._executor.follow(order)
         self.number = self._executor.begins
+        self.fallback: Mapping[str, Any] = self._executor.gathers.unplanned.units
 
     # ---------------------------------------------------------------- a pass that trains
 
@@ -279,18 +278,17 @@ class Session:
 
     # ---------------------------------------------------------------- where weights lie
 
-    def beside(self, units: Iterable[str]) -> Iterable[str]:
-        """Of these units, those that are gathered beside the plan."""
-        unplanned = self._executor.gathers.unplanned
-        return [unit for unit in units if unplanned.held(unit)] if unplanned.units else NOTHING
+    def off_plan(self, units: Iterable[str]) -> list[str]:
+        """Of these units, those that are gathered off the plan."""
+        return [unit for unit in units if self._executor.gathers.unplanned.held(unit)]
 
-    def also(self, unit: str) -> None:
-        """A unit that is gathered by the plan is needed where it lay beside it, too: residuals point there. Until it is
-        released."""
+    def copy_to_fallback(self, unit: str) -> None:
+        """A unit that is gathered by the plan is needed where it lay off the plan, too: residuals point there. Until it
+        is released."""
         self._executor.gathers.copy_to_fallback(unit)
 
-    def put_in_place(self, unit: str) -> Callable[[], None] | None:
-        """The other way round: a unit that is gathered beside the plan is needed where it lies by the plan, too.
+    def copy_to_planned(self, unit: str) -> Callable[[], None] | None:
+        """The other way round: a unit that is gathered off the plan is needed where it lies by the plan, too.
         Returns what ends that; None if something else lies there."""
         return self._executor.gathers.copy_to_planned(unit)
 

@@ -86,7 +86,7 @@ def test_no_rank_takes_a_step_whose_flags_are_not_equal() -> None:
 
 def test_a_rank_does_not_commit_where_a_peer_cannot_come() -> None:
     """The second round of a vote, to which a peer has come that waits for a collective of this rank's."""
-    agreement: Any = object.__new__(Agreement)  # type: ignore[type-abstract]
+    agreement: Any = object.__new__(Agreement)
     agreement.size, agreement.votes, agreement.lineages = 2, 0, {}
     agreement.ballot, agreement.tally = (lambda *_: None), (lambda vote: (Ballot(Case.APART, 0), vote))
     with pytest.raises(fsdp.ScheduleError, match="so the step was not taken"):

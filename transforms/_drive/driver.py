@@ -214,7 +214,8 @@ class Driver:
     def _stop(self) -> None:
         """Nothing runs any more: everything that was lent is given back."""
         for unit_call in self.unit_calls:
-            unit_call.empty()
+            if unit_call.inside:
+                unit_call.empty()
         for call in self.calls:
             if call.close is not None:
                 call.close()
@@ -262,18 +263,19 @@ class Driver:
             if moved:  # but for those that a call around this one reads where they are: see `regathered`
                 used = {unit for unit_call in keep for unit in unit_call.units}
                 self.release(tuple([unit for unit in moved if unit not in used]))
-        if not all(unit in weights for unit in units):
-            kept = {unit for unit_call in keep for unit in unit_call.units}
-            stale = tuple(unit for unit in weights if unit not in kept and unit not in units)
+        if not all(map(weights.__contains__, units)):
+            stale = {*weights}.difference(units, *[unit_call.units for unit_call in keep])
             if stale:
-                self.release(stale)
+                self.release(tuple(filter(stale.__contains__, weights)))  # in the order in which they came
             self.trace[self.differentiating].append(units if len(units) > 1 else units[0])
             if self.device in USES and not self.large.isdisjoint(units):
                 self.uses[self.differentiating] += 1
                 forward, backward = self.uses
                 USES[self.device](self, forward, backward, self.fresh * self.gradient_bytes)
-            by_plan = units if not outside else tuple(unit for unit in units if unit not in outside)
-            others = tuple(unit for unit in units if unit not in by_plan)
+            by_plan, others = units, ()
+            if outside:
+                by_plan = tuple([unit for unit in units if unit not in outside])
+                others = tuple([unit for unit in units if unit in outside])
             self.gathering = True
             self.fetch(units, by_plan, others)
             for lift in self.lifts:
@@ -284,12 +286,14 @@ class Driver:
     def fetch(self, units: tuple[str, ...], by_plan: tuple[str, ...], others: tuple[str, ...]) -> None:
         """Gather these units: some by the schedule, the others beside it."""
         try:
-            self._unshard(by_plan, False)
+            if by_plan:
+                self._unshard(by_plan, False)
         except Collision:  # of what is recomputed, or done and not known to be: what is held stays where it is
             others = units
-        self._unshard(others, True)
-        if beside := self.session.beside(units):
-            self.outside.update(beside)
+        if others:
+            self._unshard(others, True)
+        if self.session.fallback:
+            self.outside.update(self.session.off_plan(units))
 
     def regathered(self, call: UnitUse, grads: Gradients) -> Gradients:
         """The backward has come to a call, and its units are gathered again. They lie wherever something reads them:
@@ -309,14 +313,14 @@ class Driver:
     def _unshard(self, units: tuple[str, ...], outside: bool) -> None:
         if len(units) == 1:
             self.state, self.weights[units[0]] = unshard(self.state, units[0], outside=outside)
-        elif units:
+        else:
             self.state, found = unshard(self.state, units, outside=outside)
             self.weights.update(found)
 
     @property
     def busy(self) -> list[Any]:
         """Unit calls whose weights are in use: of the unit modules that are being called, or differentiated."""
-        return [*self.stack, *(call.unit_call for call in self.active if call.unit_call)]
+        return [*self.stack, *[call.unit_call for call in self.active if call.unit_call]] if self.active else self.stack
 
     def tensors(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
         """Gathered weights."""

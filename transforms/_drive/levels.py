@@ -24,7 +24,7 @@ from functional_fsdp._seams import torch_private
 
 from .._modules.unit_modules import Leaf, base_of, map_tensors
 from .placeholders import WeightPlaceholder
-from .unit_uses import Gradients, UnitUse, first_order, no_output
+from .unit_uses import Gradients, UnitUse, no_output, refuse_second_order
 
 if TYPE_CHECKING:
     from .driver import Driver
@@ -307,7 +307,8 @@ class Exit(Boundary):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if ctx.in_level:
             return None, None, *ctx.visit.passed().enter(grads[:-1])
-        first_order()
+        if torch.is_grad_enabled():
+            refuse_second_order()
         return None, None, *ctx.visit.begin([*grads[:-1]])
 
     @staticmethod

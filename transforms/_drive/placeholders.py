@@ -29,7 +29,7 @@ from functional_fsdp.extend import Placeholder
 
 from .._modules.unit_modules import Leaf, UnitModule, map_tensors
 from .buffers import changed, version
-from .unit_uses import Gradients, first_order, refuse_inner_gradient
+from .unit_uses import Gradients, refuse_inner_gradient, refuse_second_order
 
 if TYPE_CHECKING:
     from .driver import Driver
@@ -300,7 +300,8 @@ class Given(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        first_order()
+        if torch.is_grad_enabled():
+            refuse_second_order()
         driver = ctx.driver()
         if not driver.backward:
             refuse_inner_gradient()

@@ -120,7 +120,7 @@ class Lap(NamedTuple):
 class Unconcerned:
     """What a driver's session is where no schedule is followed."""
 
-    watcher = None
+    watcher, fallback = None, ()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: ()

@@ -59,6 +59,7 @@ class UnitCall:
         self.slots = [*found.values()]  # each once, also of a module that lies in this one at two paths
         self.placeholders = [held[name] for held, name, _ in self.slots]
         self.trained = [i for i, leaf in enumerate(self.leaves) if driver.trains(leaf)]
+        self.trained_leaves = [self.leaves[i] for i in self.trained]
         firsts = {buckets[leaf]: i for i, leaf in reversed([*enumerate(self.leaves)]) if leaf in buckets}
         self.firsts = list(firsts.values())  # a leaf of each bucket: they share its storage and its version counter
         self.paths = {number[leaf]: path for path, leaf in reversed(unit_module.leaves)}
@@ -229,7 +230,7 @@ class UnitCall:
         if driver.backward:  # activation checkpointing runs it again: the same, with nothing to come of it
             driver.had_again(self.units, outside)
         if torch.is_grad_enabled():
-            call = UnitUse(driver, self, [self.leaves[i] for i in self.trained], driver.backward)
+            call = UnitUse(driver, self, self.trained_leaves, driver.backward)
             given = _differentiated((*args, *kwargs.values()))
             self.record(call, tensors, self.trained, outside)
             if not call.again:
@@ -304,15 +305,11 @@ class UnitCall:
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The module's own code, compiled if so wished; its weights are in it."""
+        code = function if self.compiled is None else partial(self.compiled.module, self.own_class, function)
         if torch_private.parametrize._cache_enabled:
             with torch_private.parametrized_anew():
-                return self._run(function, args, kwargs)
-        return self._run(function, args, kwargs)
-
-    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.compiled is None:
-            return function(self.module, *args, **kwargs)
-        return self.compiled.module(self.own_class, function, self.module, args, kwargs)
+                return code(self.module, *args, **kwargs)
+        return code(self.module, *args, **kwargs)
 
 
 def _rebinds(module: nn.Module, path: str, leaf: str) -> bool:
@@ -337,13 +334,14 @@ def _out(out: Any, storages: list[int], call: UnitUse | None, given: Given) -> A
     """A unit module's output: copied where it is a weight itself, and through `Outputs` where it is differentiated. An
     input that it returns stays that input, since who changes one of them in place changes the other."""
     found: list[torch.Tensor] = []
+    came = {id(t): version for t, version in given}
 
     def look(t: torch.Tensor) -> torch.Tensor:
         if type(t) is WeightPlaceholder:
             t = t.value()
         if t.layout is torch.strided and (t.untyped_storage()._cdata in storages or isinstance(t, PackedWeight)):
             t = t.clone()
-        if call is not None and t.requires_grad and not any(t is one and t._version == now for one, now in given):
+        if call is not None and t.requires_grad and came.get(id(t)) != t._version:
             found.append(t)
         return t
 

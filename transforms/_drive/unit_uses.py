@@ -29,9 +29,9 @@ __all__ = [
     "Start",
     "UnitUse",
     "Weights",
-    "first_order",
     "no_output",
     "refuse_inner_gradient",
+    "refuse_second_order",
     "refuse_transform",
     "traced_by",
 ]
@@ -72,7 +72,8 @@ class UnitUse:
         """The backward comes to this call, with gradients of its outputs: its weights are needed again."""
         driver, unit_call = self.driver, self.unit_call
         assert unit_call is not None
-        self.refuse_inner()
+        if self.again or not driver.backward:  # else by the step's own backward, of calls of its forward
+            refuse_inner_gradient()
         if self in driver.active:
             return grads
         if self.shared:
@@ -109,18 +110,13 @@ class UnitUse:
             return tensor
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
-    def refuse_inner(self) -> None:
-        """Gradients come by the step's own backward, of calls of its forward."""
-        if self.again or not self.driver.backward:
-            refuse_inner_gradient()
-
     def bring(self, unit: str, outside: bool) -> None:
         """One of its units has to lie outside the schedule, or where the schedule has it, too, until this ends."""
         session = self.driver.session
         if outside:
-            session.also(unit)
+            session.copy_to_fallback(unit)
             return
-        undo = session.put_in_place(unit)
+        undo = session.copy_to_planned(unit)
         if undo is None:
             raise ScheduleError(
                 f"the unit {unit!r} is used more often than the schedule says, and was gathered to another place "
@@ -145,7 +141,8 @@ class UnitUse:
     def gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
         """All gradients of this call's weights are there."""
         driver = self.driver
-        self.refuse_inner()
+        if self.again or not driver.backward:
+            refuse_inner_gradient()
         if self.unit_call is not None:
             self.end()
             driver.active.remove(self)
@@ -169,10 +166,9 @@ def no_output(unit_call: UnitCall) -> ScheduleError:
     )
 
 
-def first_order() -> None:
+def refuse_second_order() -> NoReturn:
     """Refuse a backward that is itself to be differentiated."""
-    if torch.is_grad_enabled():
-        raise ScheduleError(f"a gradient of a gradient was asked for (create_graph=True), through {SECOND}")
+    raise ScheduleError(f"a gradient of a gradient was asked for (create_graph=True), through {SECOND}")
 
 
 def refuse_inner_gradient() -> NoReturn:
@@ -223,11 +219,12 @@ class Weights(torch.autograd.Function):
     def forward(ctx: Any, token: torch.Tensor, call: UnitUse, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return tuple([weight.detach() for weight in weights])
+        return tuple(map(torch.Tensor.detach, weights))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        first_order()
+        if torch.is_grad_enabled():
+            refuse_second_order()
         ctx.call.gradients(grads)
         return (None,) * (2 + len(grads))
 
@@ -239,9 +236,10 @@ class Outputs(torch.autograd.Function):
     def forward(ctx: Any, call: UnitUse, *outs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return tuple([out.detach() for out in outs])
+        return tuple(map(torch.Tensor.detach, outs))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        first_order()
+        if torch.is_grad_enabled():
+            refuse_second_order()
         return None, *ctx.call.begin([*grads])
