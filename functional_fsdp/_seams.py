@@ -9,8 +9,8 @@ from ._capture.capture import Capture, Veto, Vetoed
 from ._common import objects, ranges
 from ._common import torch_names as torch_private
 from ._common.calls import outside_inference
-from ._common.tracing import KEEPING, GraphBuild, foreign_tracer, keep_residuals, tracing_now, users_line
-from ._graph.graph import Graph, graph_of, refuse_values
+from ._common.tracing import KEEPING, foreign_tracer, tracing_now, users_line
+from ._graph.graph import Graph, GraphBuild, graph_of, keep_residuals, refuse_values
 from ._graph.lower import point_at_second_gathers
 from ._graph.traced import coordinate_of
 from ._host_memory.copy_lane import HostBuffer

@@ -38,12 +38,12 @@ from __future__ import annotations
 from typing import Any
 
 from ._common.calls import alone
-from ._common.device import computes_on, default_generator
+from ._common.device import default_generator
 from ._common.record import Collective
 from ._common.tracing import refuse, traced_as
 from ._common.tree import flatten, match
 from ._engine.gathers import Carrier
-from ._host_memory.copy_lane import CopyLane, HostBuffers, copy_lane
+from ._host_memory.copy_lane import CopyLane, HostBuffers, computes_on, copy_lane
 from ._io.safetensors_file import bytes_of
 from ._nn.skeleton import Placeholder, every_buffer, skeleton_of
 from ._optim.optimizer import Sender

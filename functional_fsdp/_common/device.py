@@ -14,7 +14,6 @@ odd; any other change (a permutation, a transposition, other numbers) goes unsee
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
@@ -33,7 +32,6 @@ except ImportError:  # torch for the CPU comes without
     triton = tl = None
 
 
-PROBE = 1 << 26  # bytes
 BLOCK = 512  # bytes: what the caching allocator rounds up to inside a segment
 
 
@@ -67,16 +65,6 @@ def best_device() -> torch.device:
 def device_name() -> str:
     """What this process's GPU is called; "" where there is none."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-
-
-def computes_on(leaves: Iterable[Any]) -> torch.device:
-    """Where a call that is given these computes: on a GPU if one of them lies there; if none does, and the process has
-    used one, on its own GPU, where the call's tensors may be made.
-
-    Example: `extend.computes_on([lengths, x])`.
-    """
-    device = device_of(leaves)
-    return current_device("cuda") if device.type == "cpu" and torch.cuda.is_initialized() else device
 
 
 def forks_after_inductor() -> bool:
@@ -205,33 +193,6 @@ def zeros_as(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Te
 def clone_as(tensor: torch.Tensor) -> torch.Tensor:
     """Like `tensor.clone()`, in the same kind of memory."""
     return empty_as(tensor).copy_(tensor) if in_host_memory(tensor) else tensor.clone()
-
-
-@lru_cache(maxsize=16)
-def host_bandwidth(device: torch.device) -> float:
-    """Bytes a second between host memory and this device, each way, both ways at once: measured, on the first call."""
-    far = [host_memory(PROBE, torch.uint8, device) for _ in range(2)]
-    near = [torch.empty(PROBE, dtype=torch.uint8, device=device) for _ in range(2)]
-    if device.type != "cuda":
-        begun = time.perf_counter()
-        for _ in range(2):
-            near[0].copy_(far[0])
-            far[1].copy_(near[1])
-        return 2 * PROBE / (time.perf_counter() - begun)
-    home, other = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for timed in (False, True):
-        if timed:
-            begin.record(home)
-        other.wait_stream(home)
-        for _ in range(4 if timed else 1):
-            near[0].copy_(far[0], non_blocking=True)
-            with torch.cuda.stream(other):
-                far[1].copy_(near[1], non_blocking=True)
-        home.wait_stream(other)
-    end.record(home)
-    end.synchronize()
-    return 4 * PROBE / (begin.elapsed_time(end) / 1e3)
 
 
 # ---- copies to the host

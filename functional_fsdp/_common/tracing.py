@@ -7,7 +7,6 @@ functional collectives (in the satellite `_graph`), with no stream, no event and
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -17,40 +16,14 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 
 from . import errors
-from .record import Collective
 from .torch_names import PROXY, dispatch_mode_of, dispatch_modes, dynamo, jit_traces, pre_dispatch_mode_of
 
 F = TypeVar("F", bound=Callable[..., Any])
+G = TypeVar("G")  # what is noted of one graph
 
 
-class GraphBuild:
-    """The making of one graph from a function of a State: what is noted for as long as it lasts.
-
-    issued: the collectives, in order. driven: what each transform that drives a module has for this session, by
-    transform. guards: functions of nothing; a graph holds while they return what they returned when it was made.
-    lineages: of the States among the function's arguments. orders: in which order units were used, forward and then
-    backward, by the first module that was driven with a State, by its layout's hash. whole: whether a
-    driven round is complete. functions: the names of the autograd.Functions that were used, in order. counted: the
-    lines that asked how many steps were taken.
-    """
-
-    def __init__(self) -> None:
-        self.issued: list[Collective] = []
-        self.driven: dict[Any, Any] = {}
-        self.guards: list[Callable[[], Any]] = []
-        self.lineages: list[Any] = []
-        self.orders: dict[str, tuple[Any, ...]] = {}
-        self.whole = False
-        self.functions: dict[str, None] = {}
-        self.counted: list[str] = []
-
-    def note_count(self) -> None:
-        """The user's code, which runs now, asks how many steps were taken."""
-        self.counted.append(users_line(traceback.walk_stack(None)))
-
-
-LOWERING: list[GraphBuild] = []
-KEEPING: list[bool] = []
+LOWERING: list[Any] = []  # graphs that are being made, innermost last: what the satellite `_graph` notes of each
+KEEPING: list[bool] = []  # whether a traced pullback keeps residuals, see `keep_residuals` there
 
 
 def tracing() -> bool:
@@ -79,7 +52,7 @@ def traced_as(traced: Callable[..., Any]) -> Callable[[F], F]:
     return paired
 
 
-def tracing_now() -> GraphBuild | None:
+def tracing_now() -> Any:
     """What is noted of the graph that is being made of the running code; None where none is, or torch.compile does."""
     return LOWERING[-1] if LOWERING else None
 
@@ -137,16 +110,16 @@ _raise._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dy
 
 
 @contextmanager
-def lowering() -> Iterator[GraphBuild]:
-    """What runs inside is traced by `_graph.graph`."""
-    LOWERING.append(GraphBuild())
+def lowering(graph: G) -> Iterator[G]:
+    """What runs inside is traced by `_graph.graph`, which notes here what it has to know."""
+    LOWERING.append(graph)
     try:
-        yield LOWERING[-1]
+        yield graph
     finally:
         LOWERING.pop()
 
 
-def put_away() -> tuple[list[GraphBuild], list[bool]]:
+def put_away() -> tuple[list[Any], list[bool]]:
     """What is under way here, for `bring_back`: other code runs in between, of which none of it is true."""
     found = LOWERING[:], KEEPING[:]
     LOWERING.clear()
@@ -154,17 +127,5 @@ def put_away() -> tuple[list[GraphBuild], list[bool]]:
     return found
 
 
-def bring_back(found: tuple[list[GraphBuild], list[bool]]) -> None:
+def bring_back(found: tuple[list[Any], list[bool]]) -> None:
     LOWERING[:], KEEPING[:] = found
-
-
-@contextmanager
-def keep_residuals(residuals: bool) -> Iterator[None]:
-    """Whether, inside, a traced `T.vjp` keeps residuals and leaves the weights to `regather`; else it recomputes."""
-    if residuals:
-        KEEPING.append(True)
-    try:
-        yield
-    finally:
-        if residuals:
-            KEEPING.pop()

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 import time
 import weakref
@@ -39,7 +38,6 @@ from .._common.torch_names import default_store
 from .lanes import gloo
 from .peers import HostVote, ProcessWatch, here
 
-NAME = "gloo_with_one_thread"
 POLL, GRACE = 0.1, 2.0  # seconds: how often to look whether a rank has died, and what those get that go on without it
 _levelled: Counter[str] = Counter()  # how often, by ranks
 
@@ -172,29 +170,6 @@ def forget(place: str, ranks: list[int]) -> None:
         store.delete_key(str(dist.get_rank()))
         if dist.get_rank() == ranks[0]:
             store.delete_key("most")
-
-
-def one_thread() -> str:
-    """The name of a backend for `new_group`: gloo with one worker thread a group, for functional collectives.
-
-    torch gives a group two, and a thread that has done a work writes the work's name into a string of the group's
-    without a lock. Short names fit into the string itself; a functional all-gather's, "ALLGATHER_COALESCED", does not,
-    so both threads now and then free the same old name, which corrupts the heap (seen with torch 2.13 on its own).
-    """
-    if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _one_thread, extended_api=True, devices=["cpu"])
-    return NAME
-
-
-def _one_thread(group: Any, _: Any) -> Any:
-    backend: Any = dist.ProcessGroupGloo
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    options = backend._Options()
-    options._devices = [backend.create_device(interface=name) for name in names] or [backend.create_default_device()]
-    options._threads = 1
-    options._timeout = group.timeout
-    options.global_ranks_in_group, options.group_name = group.global_ranks_in_group, group.group_id
-    return backend(group.store, group.group_rank, group.group_size, options)
 
 
 Call = tuple[Callable[[], Any], "Future[Any]"]

@@ -23,7 +23,7 @@ from .._common.device import device_of
 from .._common.errors import ScheduleError
 from .._common.record import Collective
 from .._common.torch_names import Fakes, FakeTensorMode, dynamo, enable_python_dispatcher, pytree
-from .._common.tracing import GraphBuild, keep_residuals, lowering, users_line
+from .._common.tracing import KEEPING, lowering, users_line
 from .._distributed.lanes import LANES
 from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
@@ -43,6 +43,44 @@ RECORD = "functional_fsdp.collective"  # where a node of the graph has the recor
 
 #: what torch says of a tensor whose value is asked for, or of a shape that hangs on one
 VALUES = ("DataDependentOutput", "DynamicOutputShape", "get value out of a tracing tensor", "data-dependent")
+
+
+class GraphBuild:
+    """The making of one graph from a function of a State: what is noted for as long as it lasts.
+
+    issued: the collectives, in order. driven: what each transform that drives a module has for this session, by
+    transform. guards: functions of nothing; a graph holds while they return what they returned when it was made.
+    lineages: of the States among the function's arguments. orders: in which order units were used, forward and then
+    backward, by the first module that was driven with a State, by its layout's hash. whole: whether a
+    driven round is complete. functions: the names of the autograd.Functions that were used, in order. counted: the
+    lines that asked how many steps were taken.
+    """
+
+    def __init__(self) -> None:
+        self.issued: list[Collective] = []
+        self.driven: dict[Any, Any] = {}
+        self.guards: list[Callable[[], Any]] = []
+        self.lineages: list[Any] = []
+        self.orders: dict[str, tuple[Any, ...]] = {}
+        self.whole = False
+        self.functions: dict[str, None] = {}
+        self.counted: list[str] = []
+
+    def note_count(self) -> None:
+        """The user's code, which runs now, asks how many steps were taken."""
+        self.counted.append(users_line(traceback.walk_stack(None)))
+
+
+@contextmanager
+def keep_residuals(residuals: bool) -> Iterator[None]:
+    """Whether, inside, a traced `T.vjp` keeps residuals and leaves the weights to `regather`; else it recomputes."""
+    if residuals:
+        KEEPING.append(True)
+    try:
+        yield
+    finally:
+        if residuals:
+            KEEPING.pop()
 
 
 class Graph(NamedTuple):
@@ -204,7 +242,14 @@ def _trace(
 
     fakes = [_fake(mode, leaves[i], device) for i in which]
     inner = dynamo().config.patch(error_on_nested_fx_trace=False)  # compiled functions in it are traced as any others
-    with lowering() as session, keep_residuals(keep), _functions(session), mode, enable_python_dispatcher(), inner:
+    with (
+        lowering(GraphBuild()) as session,
+        keep_residuals(keep),
+        _functions(session),
+        mode,
+        enable_python_dispatcher(),
+        inner,
+    ):
         session.lineages = [version.lineage for version in versions]
         if begun is not None:
             begun.append(session)

@@ -30,6 +30,7 @@ group by a string and need no process group while they are traced.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -37,6 +38,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from .._common.calls import provide
 from .._common.errors import FsdpError, ScheduleError, StaleStateError, TreeError
@@ -190,6 +192,7 @@ class GraphPlan:
         return BucketPlan(bucket, keeps_copy(bucket), found, tuple(pieces), empty)
 
 
+ONE_THREAD = "gloo_with_one_thread"
 _ROWS: WeakKeyDictionary[Runtime, dict[tuple[str, bytes], list[bytes]]] = WeakKeyDictionary()
 
 
@@ -201,10 +204,38 @@ def _rows(run: Runtime, layout: str, row: bytes) -> list[bytes]:
     return known[layout, row]
 
 
+def _group(run: Runtime, lane: str, axis: str) -> Any:
+    """The communicator of a lane on an axis: on CPUs one for all traced lanes."""
+    return run.extra_group(lane, axis, one_thread()) if lane == "traced" else run.groups[lane, axis]
+
+
+def one_thread() -> str:
+    """The name of a backend for `new_group`: gloo with one worker thread a group, for functional collectives.
+
+    torch gives a group two, and a thread that has done a work writes the work's name into a string of the group's
+    without a lock. Short names fit into the string itself; a functional all-gather's, "ALLGATHER_COALESCED", does not,
+    so both threads now and then free the same old name, which corrupts the heap (seen with torch 2.13 on its own).
+    """
+    if ONE_THREAD not in dist.Backend.backend_list:
+        dist.Backend.register_backend(ONE_THREAD, _gloo_with_one_thread, extended_api=True, devices=["cpu"])
+    return ONE_THREAD
+
+
+def _gloo_with_one_thread(group: Any, _: Any) -> Any:
+    backend: Any = dist.ProcessGroupGloo
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options = backend._Options()
+    options._devices = [backend.create_device(interface=name) for name in names] or [backend.create_default_device()]
+    options._threads = 1
+    options._timeout = group.timeout
+    options.global_ranks_in_group, options.group_name = group.global_ranks_in_group, group.group_id
+    return backend(group.store, group.group_rank, group.group_size, options)
+
+
 def graph_plan(layout: Layout, spec: Spec, run: Runtime) -> GraphPlan:
     """The graph plan of a state that runs. Collective where a mesh of CPUs has none yet."""
     axes = [axis for axis, ranks in run.sizes.items() if ranks > 1]
-    groups = {(lane, axis): run.group(run.lanes.traced(lane), axis).group_name for lane in LANES for axis in axes}
+    groups = {(lane, axis): _group(run, run.lanes.traced(lane), axis).group_name for lane in LANES for axis in axes}
     return GraphPlan(layout, spec, run.sizes, run.coordinate, groups, run)
 
 

@@ -17,15 +17,17 @@ host_transfer: what it costs that a state lies in the host's memory, in bytes an
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from .._common.calls import provide
-from .._common.device import being_captured, host_bandwidth, pin, unpin
+from .._common.device import being_captured, current_device, device_of, host_memory, pin, unpin
 from .._common.errors import ScheduleError, SpecError
 from .._common.torch_names import disable_current_modes, dispatch_modes, pytree
 from .._common.tree import bytes_text
@@ -38,6 +40,44 @@ __all__ = [
 ]  # fmt: skip
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # where to, where from
+PROBE = 1 << 26  # bytes
+
+
+def computes_on(leaves: Iterable[Any]) -> torch.device:
+    """Where a call that is given these computes: on a GPU if one of them lies there; if none does, and the process has
+    used one, on its own GPU, where the call's tensors may be made.
+
+    Example: `extend.computes_on([lengths, x])`.
+    """
+    device = device_of(leaves)
+    return current_device("cuda") if device.type == "cpu" and torch.cuda.is_initialized() else device
+
+
+@lru_cache(maxsize=16)
+def host_bandwidth(device: torch.device) -> float:
+    """Bytes a second between host memory and this device, each way, both ways at once: measured, on the first call."""
+    far = [host_memory(PROBE, torch.uint8, device) for _ in range(2)]
+    near = [torch.empty(PROBE, dtype=torch.uint8, device=device) for _ in range(2)]
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        for _ in range(2):
+            near[0].copy_(far[0])
+            far[1].copy_(near[1])
+        return 2 * PROBE / (time.perf_counter() - begun)
+    home, other = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for timed in (False, True):
+        if timed:
+            begin.record(home)
+        other.wait_stream(home)
+        for _ in range(4 if timed else 1):
+            near[0].copy_(far[0], non_blocking=True)
+            with torch.cuda.stream(other):
+                far[1].copy_(near[1], non_blocking=True)
+        home.wait_stream(other)
+    end.record(home)
+    end.synchronize()
+    return 4 * PROBE / (begin.elapsed_time(end) / 1e3)
 
 
 class CopyMark(NamedTuple):

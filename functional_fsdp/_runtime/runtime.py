@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._common.errors import SpecError
 from .._common.record import Collective
-from .._distributed.groups import PatientStore, one_thread
+from .._distributed.groups import PatientStore
 from .._distributed.lanes import LANES
 from .agreement import DESTROYED, Agreement
 from .lanes import lanes_of
@@ -106,22 +106,20 @@ class Runtime(Agreement):
         self.arrivals = self.host_vote = self.watch = None
         return found
 
-    def group(self, lane: str, axis: str) -> dist.ProcessGroup:
-        """The communicator of a lane on an axis. "zero_cta" and "traced" (for all traced lanes of CPUs) have one when
-        it is first asked for, which is collective."""
-        if (lane, axis) not in self.groups and lane in ("zero_cta", "traced"):
-            backend, options = one_thread() if lane == "traced" else "nccl", None
-            if lane == "zero_cta":
-                options = dist.ProcessGroupNCCL.Options()
-                options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
-            if lane == "traced" and self.spare_groups.get((backend, tuple(self.rows[axis]), self.timeout)):
-                self.groups[lane, axis] = self._group(self.rows[axis], "", backend)
-                return self.groups[lane, axis]
-            place = self.medium.level(self.rows[axis], self.timeout).place
-            group = self.medium.group(self.rows[axis], f"{lane} {axis}", self.timeout, backend, options, self.gone)
-            if lane == "traced":  # else ranks are not connected before they communicate, and may still read there
-                self.medium.forget(place, self.rows[axis])
-                self.own_groups.setdefault((backend, tuple(self.rows[axis]), self.timeout), []).append(group)
+    def extra_group(self, lane: str, axis: str, backend: str, options: Any = None) -> dist.ProcessGroup:
+        """The communicator, on an axis, of a lane that only a satellite knows, made when it is first asked for. Then it
+        is collective. One without options is kept for the next mesh of these ranks."""
+        if (lane, axis) not in self.groups:
+            row = self.rows[axis]
+            kind = backend, tuple(row), self.timeout
+            if options is None and self.spare_groups.get(kind):
+                group = self._group(row, "", backend)
+            else:
+                place = self.medium.level(row, self.timeout).place
+                group = self.medium.group(row, f"{lane} {axis}", self.timeout, backend, options, self.gone)
+                if options is None:  # else ranks are not connected before they communicate, and may still read there
+                    self.medium.forget(place, row)
+                    self.own_groups.setdefault(kind, []).append(group)
             self.groups[lane, axis] = group
         return self.groups[lane, axis]
 

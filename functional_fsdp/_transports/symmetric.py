@@ -80,13 +80,21 @@ class NcclWindows(Carrier):
         if key not in self.made or self.made[key][1].numel() < nbytes:
             found = self._found(key, nbytes)
             if found is None:
-                groups = [self.run.group(lane, axis) for lane in lanes for axis, n in self.run.sizes.items() if n > 1]
+                groups = [self._group(lane, axis) for lane in lanes for axis, n in self.run.sizes.items() if n > 1]
                 found = self.run.windows + 1, registered(self.run, nbytes, groups)
                 self.run.count_windows(found[0])
             if key in self.made:
                 _give_back(self.run, {key: self.made[key]})
             self.made[key] = found
         return self.made[key][1]
+
+    def _group(self, lane: str, axis: str) -> dist.ProcessGroup:
+        """The communicator of a lane on an axis; gathers by the copy engines have one of their own."""
+        if lane != "zero_cta":
+            return self.run.groups[lane, axis]
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
+        return self.run.extra_group(lane, axis, "nccl", options)
 
     def _found(self, key: tuple[str, str], nbytes: int) -> tuple[int, torch.Tensor] | None:
         """The smallest that is large enough and that every rank has to spare: ranks let go in their own time."""

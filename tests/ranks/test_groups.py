@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import functional_fsdp as fsdp
 from functional_fsdp import CommError, launch
-from functional_fsdp._distributed import groups
+from functional_fsdp._graph import traced
 from functional_fsdp._launch.launch import stop_workers
 
 
@@ -110,4 +110,4 @@ def test_groups_of_functional_collectives_have_one_thread() -> None:
     """Two corrupt the heap, now and then, see `one_thread`."""
     group = SimpleNamespace(store=dist.HashStore(), group_rank=0, group_size=1, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
     group.global_ranks_in_group, group.group_id = [0], "alone"
-    assert groups._one_thread(group, None).options._threads == 1
+    assert traced._gloo_with_one_thread(group, None).options._threads == 1

@@ -19,8 +19,7 @@ from torch._inductor.utils import run_and_get_code
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._common.tracing import keep_residuals
-from functional_fsdp._graph.graph import kind_of
+from functional_fsdp._graph.graph import keep_residuals, kind_of
 from functional_fsdp._graph.lower import _memory, point_at_second_gathers
 
 # ---------------------------------------------------------------- what is in the graph
