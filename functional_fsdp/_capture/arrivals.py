@@ -34,8 +34,8 @@ import torch
 from .._common.errors import ScheduleError
 from .._common.torch_names import make_wrapper, pytree
 from .._distributed.lanes import Mark
-from .._engine.reduction_steps import ordered_sum
 from .._engine.sink import BucketConsumer, StepConsumer
+from .._engine.staging import ordered_sum
 from .._runtime.given import NewCounts
 from .._runtime.lanes import HostLanes
 from .._state.update import in_place, renew

@@ -22,7 +22,7 @@ from .._common.calls import provide
 from .._common.errors import SpecError
 from .._common.record import Collective
 from .._common.tracing import refuse, traced_as
-from .._engine.reduction_steps import Feedback
+from .._engine.staging import Feedback
 from .._plan.layout import STAGED, aligned
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.codec import START, Codec, Form, Planes

@@ -461,7 +461,7 @@ def given_up(where: str) -> tuple[int, int, bool, bool]:
         waited.extend(one for one in marks if one is mark)
         real(mark)
 
-    executor.run.lanes.wait = wait  # type: ignore[method-assign]
+    executor.run.lanes.wait = wait
     try:
         with suppress(ValueError), capture.recording():
             if where == "in its middle":

@@ -17,7 +17,7 @@ import torch.nn as nn
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp._engine.gathers import Gathers
-from functional_fsdp._engine.reduction_steps import ReductionSteps
+from functional_fsdp._engine.staging import ReductionSteps
 from functional_fsdp.look.__main__ import main as look
 from functional_fsdp.look.fingerprint import Key, Row, Step, digest
 

@@ -272,7 +272,7 @@ class Driver:
                 self.uses[self.differentiating] += 1
                 forward, backward = self.uses
                 USES[self.device](self, forward, backward, self.fresh * self.gradient_bytes)
-            by_plan, others = units, ()
+            by_plan, others = units, units[:0]
             if outside:
                 by_plan = tuple([unit for unit in units if unit not in outside])
                 others = tuple([unit for unit in units if unit in outside])
