@@ -55,19 +55,19 @@ class Case(IntEnum):
     APART = 6  # nothing: this rank cannot come, see `_runtime.lanes`
 
 
+CASES = tuple(Case)
+
+
 class Ballot(NamedTuple):
     """A number for a case; of two the one of the later case is the larger."""
 
     case: Case
     number: int
 
-    @property
-    def word(self) -> int:
-        return self.case << NUMBER | self.number
-
     @classmethod
     def of(cls, word: int) -> Ballot:
-        return cls(Case(word >> NUMBER), word & ((1 << NUMBER) - 1))
+        """What a word says, which is `case << NUMBER | number`."""
+        return cls(CASES[word >> NUMBER], word & ((1 << NUMBER) - 1))
 
 
 class HostVote:

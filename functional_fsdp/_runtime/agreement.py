@@ -55,7 +55,7 @@ from .._common.interrupts import guard, leave, uninterruptible
 from .._common.record import Collective
 from .._distributed.groups import medium_of
 from .._distributed.lanes import QUEUES, Log, Mark, Steps
-from .._distributed.peers import Ballot, Case
+from .._distributed.peers import NUMBER, Ballot, Case
 from .forms import Forms
 from .given import FULL
 from .restart import Meeting, announce, restart
@@ -213,7 +213,7 @@ class Agreement:
 
     def ballot(self, case: Case, number: int, what: str) -> Vote:
         """Start comparing every rank's number. Host, 16 bytes."""
-        word = Ballot(case, number).word
+        word = case << NUMBER | number
         words: Any = [word, -word]
         if self.host_vote is None:
             words = torch.tensor(words, device="cpu")
@@ -262,12 +262,14 @@ class Agreement:
     def tally(self, vote: Vote) -> tuple[Ballot, Ballot]:
         """The largest and the smallest of every rank's ballot, once all have come."""
         self.lanes.wait(vote.job)
-        most, least = Ballot.of(int(vote.words[0])), Ballot.of(-int(vote.words[1]))
-        if most.case is Case.APART:
+        most, least = int(vote.words[0]), -int(vote.words[1])
+        largest = Ballot.of(most)
+        smallest = largest if least == most else Ballot.of(least)
+        if largest.case is Case.APART:
             self.void()
         if most != least:
             self.digest = 0  # as of those that came to the vote of a step: ranks go on alike
-        return most, least
+        return largest, smallest
 
     def confirm(self) -> None:
         """The second round: nobody waits here for longer than a message takes, and then all commit.

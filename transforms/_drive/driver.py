@@ -299,6 +299,8 @@ class Driver:
         """The backward has come to a call, and its units are gathered again. They lie wherever something reads them:
         where the forward had them, and where recomputations had them. Returns the gradients of its outputs."""
         assert call.unit_call is not None
+        if not self.session.fallback:  # all of the step's uses lie where the plan has them
+            return grads
         if self.again or not all(map(is_, self.tensors(call.unit_call.leaves), call.lent)):
             for unit in call.unit_call.units:
                 for elsewhere in {unit in call.outside, *self.again.get(unit, ())} - {unit in self.outside}:
