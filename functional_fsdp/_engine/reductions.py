@@ -46,7 +46,7 @@ class Reductions:
     ) -> None:  # fmt: skip
         self.run, self.progress, self.carrier, self.gathers = run, progress, carrier, gathers
         self.sink, self.residual = sink, residual
-        self.layout, self.mesh = progress.layout, progress.spec.mesh
+        self.layout = progress.layout
         trained = {unit.name: [b for b in unit.buckets if b.trainable] for unit in self.layout.units}
         self.hollow = {name: some for name, some in trained.items() if not any(bucket.numel for bucket in some)}
         self.grads: dict[str, FlatBuffer] = {}
@@ -62,7 +62,7 @@ class Reductions:
         """Staging for the plan, in which there is nothing yet. `depth`: the digest of how far reductions went."""
         spec, plan = self.progress.spec, self.progress.plan
         self.sink.drop()
-        self.staging = Staging(self.run, plan, spec.average, self.carrier, self.sink, depth, self.residual)
+        self.staging = Staging(self.run, plan, spec, self.carrier, self.sink, depth, self.residual)
 
     # ---------------------------------------------------------------- main gradients
 
@@ -117,7 +117,7 @@ class Reductions:
         self.last = last
         for bucket in self.hollow[unit]:
             if bucket.name not in self.grads:
-                self.staging.zeros(bucket, self.grads, self.mesh)
+                self.staging.zeros(bucket, self.grads)
 
     def own(self, index: int | None, unit: str, values: Values) -> None:
         """What of a unit's gradients still waits must not be borrowed: it may be released meanwhile."""
@@ -130,7 +130,7 @@ class Reductions:
             self.gathers.unplanned.agree(unit, "reduce", self.progress.known)
         if self.check is not None:
             self.check.note(unit, values)
-        self.staging.outside(self.layout.by_name[unit], values, self.grads, last, self.mesh)
+        self.staging.outside(self.layout.by_name[unit], values, self.grads, last)
         self.read_while_gathered(unit)
 
     def skip(self, unit: str) -> bool:
@@ -159,7 +159,7 @@ class Reductions:
         reduce = self.staging.reduce
         if profiler._is_profiler_enabled:
             reduce = ranged(reduce, f"reduce gradients of {unit.name}")
-        reduce(index, unit, values, self.grads, self.last, self.mesh)
+        reduce(index, unit, values, self.grads, self.last)
         if unit.name in self.gathers.flying:  # `read_while_gathered`, without a call
             self.sink.touched(unit)
         self.digest = zlib.crc32(unit.name.encode(), self.digest)
@@ -177,7 +177,7 @@ class Reductions:
             if name in self.grads:
                 self.staging.complete(bucket, self.grads)
             else:  # of a unit that the plan does not name, and so no rank has a gradient
-                self.staging.zeros(bucket, self.grads, self.mesh)
+                self.staging.zeros(bucket, self.grads)
         for unit in self.gathers.flying:
             self.read_while_gathered(unit)
 

@@ -55,6 +55,7 @@ from .._plan.plan import REDUCTIONS_AT_ONCE, Plan
 from .._plan.records import Records, records
 from .._plan.route import Route, states_of
 from .._runtime.runtime import Runtime
+from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer, templates, write_leaves
 from .._storage.gradients import refuse_meta
 from .gathers import Carrier, Portions
@@ -370,13 +371,13 @@ class Staging:
     """
 
     def __init__(
-        self, run: Runtime, plan: Plan, average: str, carrier: Carrier, sink: GradientSink, digest: int = 0,
+        self, run: Runtime, plan: Plan, spec: Spec, carrier: Carrier, sink: GradientSink, digest: int = 0,
         residual: Mapping[str, FlatBuffer] | None = None,
     ) -> None:  # fmt: skip
         self.run = run
         self.plan = plan
         self.carrier = carrier
-        self.average = average
+        self.average, self.mesh = spec.average, spec.mesh
         self.tail = len(plan.reductions) - TAIL  # the index of the first of those
         self.digest = digest
         self.sink = sink
@@ -391,12 +392,10 @@ class Staging:
         #: buckets whose gradients came in this step: whether more than once, be it that some were put aside meanwhile
         self.seen: dict[str, bool] = {}
 
-    def reduce(
-        self, index: int, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object
-    ) -> None:
+    def reduce(self, index: int, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool) -> None:
         """Stage a unit's gradients for reduction number `index` of the plan and start reducing them into `grads`."""
         if self.unshared:
-            self._reduce_unshared(unit, values, grads, last, mesh)
+            self._reduce_unshared(unit, values, grads, last)
             return
         stage = self._slot(index, unit)
         if self.run.lanes.copies_on_lanes:
@@ -414,12 +413,12 @@ class Staging:
             if have is None and direct:
                 self.seen[bucket.name] = bucket.name in self.seen
                 slot = slot.on(torch.empty(bucket.numel, dtype=bucket.grads, device=self.run.device))
-                grads[bucket.name] = FlatBuffer(slot.whole, bucket, way.states, mesh)
+                grads[bucket.name] = FlatBuffer(slot.whole, bucket, way.states, self.mesh)
                 jobs.append(iter(()))  # it is not sent
             else:
                 stage.allocate()
                 beside = stage.single and index >= self.tail  # two at once would use one room at once
-                jobs.append(self._into(grads, bucket, way, slot.whole, slot.spare, mesh, beside))
+                jobs.append(self._into(grads, bucket, way, slot.whole, slot.spare, beside))
             slots.append(slot)
             ways.append(way)
             if last and not whole:
@@ -466,7 +465,7 @@ class Staging:
     def _note(self, bucket: Bucket, whole: bool) -> None:
         self.digest = zlib.crc32(f"{bucket.name} {whole}".encode(), self.digest)
 
-    def zeros(self, bucket: Bucket, grads: dict[str, FlatBuffer], mesh: object) -> None:
+    def zeros(self, bucket: Bucket, grads: dict[str, FlatBuffer]) -> None:
         """Main gradients of a bucket for which no rank has one: nothing is sent."""
         self.seen[bucket.name] = bucket.name in self.seen
         local = self.sink.memory.make(bucket, bucket.numel // bucket.slices("main"))
@@ -474,7 +473,7 @@ class Staging:
             for mark in self.marks.values():  # lanes may still read there what was partial in this step
                 self.run.lanes.wait(mark)
         local.zero_()
-        grads[bucket.name] = FlatBuffer(local, bucket, states_of(bucket, "main"), mesh)
+        grads[bucket.name] = FlatBuffer(local, bucket, states_of(bucket, "main"), self.mesh)
 
     def age(self) -> None:
         """A unit is asked for. Gradients that were staged some uses ago are let go: it may be a forward, and long."""
@@ -491,7 +490,7 @@ class Staging:
 
     def _into(
         self, grads: dict[str, FlatBuffer], bucket: Bucket, way: Route, stage: torch.Tensor, spare: torch.Tensor,
-        mesh: object, beside: bool = False,
+        beside: bool = False,
     ) -> Steps:  # fmt: skip
         """What is staged on its way into the main gradients: the first one allocates them, later ones are added.
         `beside`: they may be used up on the update lane."""
@@ -505,11 +504,11 @@ class Staging:
         if consumer is not None and way.states == states_of(bucket, "main"):
             sums = way.exact or bucket.wire is not bucket.grads  # else they are used as they lie
             beside = beside and consumer.sums and way.alone
-            grads[bucket.name] = FlatBuffer(consumer.begin(way.ends, sums, beside), bucket, way.states, mesh)
+            grads[bucket.name] = FlatBuffer(consumer.begin(way.ends, sums, beside), bucket, way.states, self.mesh)
             return self.steps.of(way, stage, spare, None, False, consumer, feedback)
         same = stage.dtype is bucket.grads and not bucket.grads_on_host  # a call without keywords takes half the time
         local = stage.new_empty(way.numel) if same else self.sink.memory.make(bucket, way.numel)
-        grads[bucket.name] = FlatBuffer(local, bucket, way.states, mesh)
+        grads[bucket.name] = FlatBuffer(local, bucket, way.states, self.mesh)
         return self.steps.of(way, stage, spare, local, False, None, feedback)
 
     def _feedback(self, bucket: Bucket, way: Route) -> Feedback | None:
@@ -529,15 +528,13 @@ class Staging:
             old = self.residual[name].local
             old.copy_(new if skip is None else torch.where(skip, old, new))
 
-    def outside(self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object) -> None:
+    def outside(self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool) -> None:
         """Reduce the gradients of a unit that no plan names. Compute waits for it."""
         self.settle()
-        self._reduce_unshared(unit, values, grads, last, mesh)
+        self._reduce_unshared(unit, values, grads, last)
         self.settle()
 
-    def _reduce_unshared(
-        self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object
-    ) -> None:
+    def _reduce_unshared(self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool) -> None:
         """Reduce a unit's gradients, or zeros, from bytes of their own."""
         self.completing = True
         given = dict(zip(unit.paths, values or [None] * len(unit.paths), strict=True))
@@ -553,7 +550,7 @@ class Staging:
             stage = torch.empty(bucket.numel, dtype=bucket.wire, device=self.run.device)
             write_leaves(bucket, stage, given)
             spare = stage.new_empty(bucket.received if way.exact or way.codec else 0, dtype=torch.uint8)
-            job = self._into(grads, bucket, way, stage, spare, mesh)
+            job = self._into(grads, bucket, way, stage, spare)
             done = self._submit([job], [way], self.run.lanes.mark())
             self.run.lanes.keep(stage, spare)
             if self.plan.schedule.overlap_update:
@@ -573,7 +570,7 @@ class Staging:
         if way.collectives:
             self._note(bucket, True)
         local = self.sink.memory.make(bucket, way.numel)
-        grads[bucket.name] = FlatBuffer(local, bucket, way.states, have.mesh)
+        grads[bucket.name] = FlatBuffer(local, bucket, way.states, self.mesh)
         job = self._complete(bucket, way, have.local, local, self._feedback(bucket, way))
         done = self._submit([job], [way], self.run.lanes.mark(), ordered=True)
         if self.plan.schedule.overlap_update:
