@@ -506,6 +506,15 @@ class Driver:
                 if unit in trains and unit not in called and unit not in used:  # used without a graph only
                     self.session.skip(unit)
 
+    def await_gradients(self, units: Sequence[str]) -> None:
+        """One more gradient of each of these units is to come."""
+        for unit in units:
+            self.pending[unit] = self.pending.get(unit, 0) + 1
+
+    def split_into(self, samples: int) -> None:
+        """From here on this many samples have gradients of their own."""
+        self.samples = samples
+
     def end_others(self, parents: Sequence[Any]) -> None:
         """The backward comes to a call within these unit calls: those of others are over."""
         for use in self.active:

@@ -308,8 +308,7 @@ class Use:
         self.driver, self.leaves, self.copied = driver, leaves, copied
         self.units = tuple(dict.fromkeys(unit for unit, _ in leaves))
         self.moved: Gradients = [None] * len(leaves)
-        for unit in self.units:
-            driver.pending[unit] = driver.pending.get(unit, 0) + 1
+        driver.await_gradients(self.units)
 
     def done(self) -> None:
         """All of them are there."""

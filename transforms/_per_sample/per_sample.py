@@ -181,7 +181,7 @@ def _rows(which: slice, t: torch.Tensor) -> torch.Tensor:
 def _squares(driven: Forward, loss_fn: Any, state: State, batch: Any) -> tuple[State, torch.Tensor, torch.Tensor]:
     """The new state, losses [B], and squared norms [B]."""
     with driven.running(state) as driver, torch.enable_grad():
-        driver.samples = rows(driven.verb, batch)
+        driver.split_into(rows(driven.verb, batch))
         losses = losses_of(loss_fn, driven.verb, driver.model, samples(batch), lambda: driver.lifting(Samples()))
         squares = torch.zeros(
             losses.shape, dtype=torch.promote_types(losses.dtype, torch.float32), device=losses.device
