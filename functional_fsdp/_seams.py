@@ -5,6 +5,7 @@ It follows what torch does and how the core is made, and changes with them witho
 
 from __future__ import annotations
 
+from ._axes.dtensors import by_rules, full_tensor
 from ._capture.capture import Capture, Veto, Vetoed
 from ._common import objects, ranges
 from ._common import torch_names as torch_private
@@ -14,9 +15,8 @@ from ._graph.graph import Graph, GraphBuild, graph_of, keep_residuals, refuse_va
 from ._graph.lower import point_at_second_gathers
 from ._graph.traced import coordinate_of
 from ._host_memory.copy_lane import HostBuffer
-from ._nn.dtensors import by_rules, full_tensor, local_part
 from ._nn.module import around_bound_calls
-from ._nn.skeleton import aliases_of, changed, refuse_meta
+from ._nn.skeleton import aliases_of, changed, local_part, refuse_meta
 from ._optim.optimizer import put
 from ._plan.cursor import Collision
 from ._runtime.given import NewCounts
@@ -28,45 +28,13 @@ from .look.peak import StepMemory, Stretch, find_peak
 from .look.sizes import plan_for, steps_on
 
 __all__ = [
-    "Capture",
-    "Collision",
-    "Graph",
-    "GraphBuild",
-    "HostBuffer",
-    "NewCounts",
-    "StepMemory",
-    "Stretch",
-    "Veto",
-    "Vetoed",
-    "aliases_of",
-    "around_bound_calls",
-    "begin_compiled",
-    "by_rules",
-    "changed",
-    "coordinate_of",
-    "cuda_driver",
-    "find_peak",
-    "foreign_tracer",
-    "full_tensor",
-    "graph_of",
-    "keep_residuals",
-    "local_part",
-    "note_activations",
-    "objects",
-    "outside_inference",
-    "plan_for",
-    "point_at_second_gathers",
-    "put",
-    "ranges",
-    "refuse_meta",
-    "refuse_values",
-    "residuals_kept",
-    "spoilt",
-    "steps_on",
-    "torch_private",
-    "tracing_now",
+    "Capture", "Collision", "Graph", "GraphBuild", "HostBuffer", "NewCounts", "StepMemory", "Stretch", "Veto",
+    "Vetoed", "aliases_of", "around_bound_calls", "begin_compiled", "by_rules", "changed", "coordinate_of",
+    "cuda_driver", "find_peak", "foreign_tracer", "full_tensor", "graph_of", "keep_residuals", "local_part",
+    "note_activations", "objects", "outside_inference", "plan_for", "point_at_second_gathers", "put", "ranges",
+    "refuse_meta", "refuse_values", "residuals_kept", "spoilt", "steps_on", "torch_private", "tracing_now",
     "users_line",
-]
+]  # fmt: skip
 
 
 def residuals_kept() -> bool:

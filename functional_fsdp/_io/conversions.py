@@ -30,9 +30,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch.nn as nn
 
+from .._axes.cuts import Cuts
 from .._common.errors import SpecError
 from .._runtime.agreement import Topic
-from .._spec.placement import Cuts
 
 __all__ = [
     "Concatenated", "Conversion", "Conversions", "Sliced", "Stacked", "Transposed", "checked", "conversions_of",

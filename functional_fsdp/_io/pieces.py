@@ -30,10 +30,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._axes.cuts import Cut, Cuts, cut_of, join, part_shape, whole_shape
 from .._common.errors import CheckpointError, SpecError
 from .._plan.layout import Leaf
 from .._runtime.runtime import runtime_of
-from .._spec.placement import Cut, Cuts, cut_of, join, part_shape, whole_shape
 from .._state.state import State
 from .._storage.flat import FlatBuffer, nodes_of
 from .conversions import Concatenated, Conversion, Sliced, Stacked, Transposed

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from .._axes.cuts import Cuts, whole_shape
 from .._common.calls import provide
 from .._common.errors import SpecError, TreeError
 from .._runtime.agreement import Topic
-from .._spec.placement import Cuts, whole_shape
 from .._storage.flat import FlatBuffer, coordinate_of, leaf_shards
 from .conversions import Conversions, checked, part_of, same_conversions
 from .pieces import Piece, blocks, pieces

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .._axes.cuts import boxes as cut_boxes
 from .._common.calls import alone
 from .._common.errors import SpecError
 from .._common.torch_names import storage_info
@@ -25,7 +26,6 @@ from .._optim.optimizer import at, by_label
 from .._optim_extra.from_torch import FromTorch
 from .._plan.layout import Leaf
 from .._runtime.runtime import Runtime
-from .._spec.placement import boxes as cut_boxes
 from .._state.state import State
 from .._storage.flat import FlatBuffer, nodes_of
 from .._storage.weights import refuse_packed

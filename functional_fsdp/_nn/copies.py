@@ -52,8 +52,6 @@ from .._common.objects import (
 )
 from .._common.torch_names import FakeTensor
 
-__all__ = ["HOOKS", "Copier", "StrongRef"]
-
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 LISTS = (list, deque, set)
 DICTS = (dict, OrderedDict)

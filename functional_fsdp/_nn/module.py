@@ -32,13 +32,7 @@ from .._common.torch_names import (
     reparametrize_module,
 )
 from .._common.tracing import refuse, tracing
-from .dtensors import Form, form_of
-from .skeleton import Placeholder, aliases_of, changed, persistent, refuse_meta, skeleton_of, tied
-
-__all__ = [
-    "Bound", "Slot", "around_bound", "around_bound_calls", "bind", "filled", "functionalize", "keep",
-    "refuse_lost", "stays",
-]  # fmt: skip
+from .skeleton import Placeholder, aliases_of, changed, form_of, persistent, refuse_meta, skeleton_of, tied
 
 Slot = tuple[dict[str, Any], str]  # a dict of parameters or buffers, and a name in it
 
@@ -168,7 +162,7 @@ class Slots:
         self.slots: list[Slot] = [(params, name) for params, _, name in held]
         self.placeholders = [params[name] for params, name in self.slots]
         self.shapes = [getattr(p, "part", None) or torch.Size(p.size()) for p in self.placeholders]
-        self.forms = {key: form for key, p in zip(self.keys, self.placeholders, strict=True) if (form := form_at(p))}
+        self.forms = {key: form for key, p in zip(self.keys, self.placeholders, strict=True) if (form := form_of(p))}
         self.buffers: list[dict[str, Any]] = [m._buffers for m in modules]
         self.meta: list[tuple[str, dict[str, Any], str]] = [
             (f"{path}{name}", m._buffers, name)
@@ -463,15 +457,10 @@ def bind(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Bound:
     return Bound(model, weights, place)
 
 
-def _forms(model: nn.Module) -> dict[str, Form]:
+def _forms(model: nn.Module) -> dict[str, Any]:
     """By path, how weights lie that the module's own code sees as DTensors."""
-    forms = {path: form_at(p) for path, p in model.named_parameters(remove_duplicate=False)}
+    forms = {path: form_of(p) for path, p in model.named_parameters(remove_duplicate=False)}
     return {path: form for path, form in forms.items() if form is not None}
-
-
-def form_at(placeholder: torch.Tensor) -> Form | None:
-    """Of a parameter of a skeleton, or of a module that has DTensors itself."""
-    return placeholder.form if isinstance(placeholder, Placeholder) else form_of(placeholder)
 
 
 def filled(model: M, weights: Mapping[str, torch.Tensor]) -> M:

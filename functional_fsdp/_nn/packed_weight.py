@@ -15,8 +15,6 @@ import torch
 from .._common.errors import ScheduleError
 from .._common.torch_names import disabled_torch_function, make_wrapper, pytree
 
-__all__ = ["PackedWeight"]
-
 aten = torch.ops.aten
 SAME = frozenset((aten.detach.default, aten.alias.default))
 VIEWS = SAME | {aten.t.default, aten.transpose.int}

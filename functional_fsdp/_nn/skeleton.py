@@ -28,6 +28,7 @@ what the paths got. What has no module to know its ties, a pytree of one's own, 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from operator import is_not
 from typing import Any, TypeVar
@@ -41,12 +42,18 @@ from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.torch_names import NoTorchFunction, pytree
 from .._common.tree import flatten
 from .copies import Copier
-from .dtensors import Form, by_rules, form_of
 
-__all__ = [
-    "Placeholder", "Tie", "aliases_of", "changed", "every_buffer", "persistent", "refuse_meta",
-    "refuse_wrapped", "skeleton_of", "tie", "tied",
-]  # fmt: skip
+
+def is_dtensor(t: Any) -> bool:
+    """Whether it is one. Where nobody has imported them, which takes seconds, there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
+
+
+@torch.no_grad()
+def local_part(t: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, without a graph; another tensor itself."""
+    return t.to_local() if is_dtensor(t) else t  # type: ignore[attr-defined]
 
 
 class Tie:
@@ -101,6 +108,7 @@ def tie(state: Any, grads: Any) -> Any:
 
 
 _take_float8 = provided("float8.take_float8")
+_by_rules, _dtensor_form = provided("axes.by_rules"), provided("axes.dtensor_form")
 INSIDE = "Give the module that it was made from."
 TAKEN: dict[tuple[str, str], tuple[str, str]] = {  # (package, class): by what a part was taken over, and what to do
     ("torch", "FSDPModule"): (
@@ -137,7 +145,7 @@ class Placeholder(nn.Parameter):
 
     tie: Tie | None = None  # what the places of one tied leaf have in common
     part: torch.Size | None = None  # the shape of a rank's part, of a leaf that is cut along axes of the model's own
-    form: Form | None = None  # of a weight that the module's own code sees as a DTensor
+    form: Any = None  # of a weight that the module's own code sees as a DTensor
     place: tuple[dict[str, Any], str] | None = None  # the slot whose weight it is, of one that lies elsewhere, too
     #: functions that only look at metadata, by name: of these it is what it seems to be
     answers = frozenset((
@@ -205,15 +213,20 @@ def _shape(args: Any) -> Any:
 
 def _rebuild(
     shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, tie: Tie | None = None,
-    part: torch.Size | None = None, form: Form | None = None,
+    part: torch.Size | None = None, form: Any = None,
 ) -> Placeholder:  # fmt: skip
     made = Placeholder(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=requires_grad)
     made.tie, made.part, made.form = tie, part, form
     return made
 
 
+def form_of(t: Any) -> Any:
+    """How a DTensor lies, or the one that a placeholder stands for; None of other tensors."""
+    return t.form if isinstance(t, Placeholder) else _dtensor_form(t) if is_dtensor(t) else None
+
+
 def _placeholder(param: torch.Tensor, tie: Tie | None = None) -> Placeholder:
-    form = param.form if isinstance(param, Placeholder) else form_of(param)
+    form = form_of(param)
     part = param.part if isinstance(param, Placeholder) else form and form.part
     return _rebuild(tuple(param.shape), param.dtype, param.requires_grad, tie, part, form)
 
@@ -250,7 +263,7 @@ def skeleton_of(module: M, spec: Any = None) -> M:
         held = skeleton.get_submodule(owner)._parameters
         made_ = held[name] = _placeholder(param, ties.get(aliases.get(path, path)))
         if spec is not None and spec.own and made_.form is not None:
-            made_.form = by_rules(made_.form, spec.own, path)
+            made_.form = _by_rules(made_.form, spec.own, path)
         elif spec is not None and spec.own:
             made_.part = torch.Size(spec.part_of(path, tuple(param.shape)))
         if id(param) in copier.met and memo[id(param)].place is None:

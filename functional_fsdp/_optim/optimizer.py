@@ -35,13 +35,6 @@ from .._runtime.given import Leaves
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer, at_home
 
-__all__ = [
-    "FILL", "Group", "Lists", "Optimizer", "Sender", "Setting", "Tree", "UpdatesSome", "as_optimizer", "at",
-    "by_label", "check", "check_labels", "check_settings", "count_missed", "first_of", "fixed", "groups_of",
-    "in_own_dicts", "initial", "labels_in", "number", "numbers", "pair_of", "portions", "put", "runs",
-    "tensors", "tensors_of",
-]  # fmt: skip
-
 Tree = dict[str, FlatBuffer]
 FILL = 1 << 25  # bytes of main weights: what an update on the lane takes at least, so that small units share a call
 

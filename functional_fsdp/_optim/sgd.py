@@ -16,8 +16,6 @@ from .._runtime.given import Leaves
 from .._storage.flat import zeros
 from .optimizer import Setting, Tree, UpdatesSome, at, check_settings, fixed, groups_of, labels_in, numbers, tensors
 
-__all__ = ["Sgd", "sgd"]
-
 
 @dataclass(frozen=True)
 class Sgd(UpdatesSome):

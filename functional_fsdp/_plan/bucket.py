@@ -6,13 +6,13 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 
+from .._common.calls import provided
 from .._spec.codec import Codec, Form, Rows
-from .._spec.placement import Cuts, Placement, whole_shape
-
-__all__ = ["ALIGN", "STAGED", "Bucket", "Leaf", "aligned"]
+from .._spec.placement import Placement
 
 ALIGN = 128  # elements
 STAGED = 512  # bytes: where what is staged begins
@@ -21,6 +21,9 @@ STAGED = 512  # bytes: where what is staged begins
 def aligned(n: int, to: int) -> int:
     """`n` rounded up to a multiple of `to`."""
     return -(-n // to) * to
+
+
+_whole_shape = provided("axes.whole_shape")
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Leaf:
     shape: tuple[int, ...]
     offset: int
     label: str
-    cuts: Cuts = field(default=(), repr=False)
+    cuts: tuple[Any, ...] = field(default=(), repr=False)
     form: Form | None = field(default=None, repr=False)
 
     @property
@@ -58,7 +61,8 @@ class Leaf:
     @property
     def whole(self) -> tuple[int, ...]:
         """The shape of all ranks' parts together."""
-        return whole_shape(self.seen_shape, self.cuts)
+        whole: tuple[int, ...] = _whole_shape(self.seen_shape, self.cuts) if self.cuts else self.seen_shape
+        return whole
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,6 @@ from .._common.errors import ScheduleError
 from .._common.tree import bytes_text, table
 from .plan import Plan
 
-__all__ = ["Action", "Bits", "Collision", "Cursor", "Due", "InFlight", "Walk", "bits", "end_of_pass", "numbers"]
-
 Bits = int  # a set of small numbers, one bit each: 0b101 is {0, 2}
 
 

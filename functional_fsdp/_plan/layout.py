@@ -29,17 +29,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._common.calls import provided
 from .._common.errors import SpecError
 from .._common.tree import PathIndex, Paths, bytes_text, table
-from .._spec.along import Along
 from .._spec.codec import Codec, Form, Rows
-from .._spec.placement import Placement, cuts_of
+from .._spec.placement import Placement
 from .._spec.precision import LeafPrecision, Precision
 from .._spec.spec import Spec
 from .._spec.units import find_units, in_order_of_use, relative_keys
 from .bucket import ALIGN, STAGED, Bucket, Leaf, aligned
 
 __all__ = ["ALIGN", "STAGED", "Bucket", "Layout", "Leaf", "LeafInfo", "Unit", "aligned", "plan_layout"]
+
+_lie = provided("axes.lie")
 
 
 @dataclass(frozen=True)
@@ -263,27 +265,23 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
             if dtypes.packed is not None:  # bytes of all codecs may lie together
                 form = Form(dtypes.packed, leaves[i].shape, dtypes.seen or leaves[i].dtype)
                 dtypes = dtypes._replace(packed=None, seen=None)
-            packing = form.codec if form is not None else dtypes.codec or dtypes.gather_codec
-            if some and packing is not None:
-                raise SpecError(
-                    f"Spec(own): {leaves[i].path!r} is {some[0]}, and its precision has the codec {packing}, which "
-                    "does not know of axes of the model's own. Leave one of the two out."
-                )
-            placement, along = _own(leaves[i], placement, some, own_axes, axes) if own_axes else (placement, NOWHERE)
-            cuts, shape = cuts_of(leaves[i].path, leaves[i].shape, some, axes)
-            leaf = Leaf(leaves[i].path, key, tuple(shape) if form is None else (form.nbytes,), 0, label, cuts, form)
-            kinds.setdefault((placement, dtypes, trainable, along), []).append(leaf)
+            lies, cuts, shape = NOWHERE, (), leaves[i].shape
+            if own_axes:
+                packing = form.codec if form is not None else dtypes.codec or dtypes.gather_codec
+                placement, lies, cuts, shape = _lie(leaves[i], placement, some, packing, spec)
+            leaf = Leaf(leaves[i].path, key, shape if form is None else (form.nbytes,), 0, label, cuts, form)
+            kinds.setdefault((placement, dtypes, trainable, lies), []).append(leaf)
         names = _bucket_names(name, len(kinds), taken)
         taken |= set(names)
         buckets = []
-        for label, ((placement, dtypes, trainable, along), chosen) in zip(names, kinds.items(), strict=True):
-            buckets.append(_bucket(label, name, chosen, placement, dtypes, trainable, along, axes, data))
+        for bucket_name, ((placement, dtypes, trainable, lies), chosen) in zip(names, kinds.items(), strict=True):
+            buckets.append(_bucket(bucket_name, name, chosen, placement, dtypes, trainable, lies, axes, data))
         units.append(Unit(name, tuple(keys), tuple(paths[i] for i in members), tuple(buckets)))
     source = {path: leaf.path for leaf in leaves for path in (leaf.path, *leaf.aliases)}
     return Layout(tuple(units), order, tuple(source[path] for path in order))
 
 
-Kind = tuple[Placement, LeafPrecision, bool, str, tuple[Along, ...]]
+Kind = tuple[Placement, LeafPrecision, bool, str, tuple[Any, ...]]
 
 
 def _kinds(leaves: Sequence[LeafInfo], spec: Spec, index: PathIndex) -> list[Kind]:
@@ -347,39 +345,6 @@ class Lies(NamedTuple):
 
 
 NOWHERE = Lies()  # where a model has no axes of its own
-
-
-def _own(
-    leaf: LeafInfo, placement: Placement, some: Sequence[Along], own_axes: Sequence[str], axes: Mapping[str, int]
-) -> tuple[Placement, Lies]:
-    """The placement of a leaf with the axes along which its gradients are added up, and how it lies.
-
-    Raises:
-        SpecError: its placement averages over an axis that a rule names; an axis of the model's own that no rule names.
-    """
-    for one in some:
-        if one.axis in placement.data:
-            raise SpecError(
-                f"Spec(own): {leaf.path!r} is {one}, and its placement, {placement}, averages over {one.axis!r}. Give "
-                f"the placement the other axes, or leave the rule out: what is averaged over {one.axis!r} is equal "
-                "along it."
-            )
-    named = {*placement.data, *(one.axis for one in some)}
-    lacks = next((axis for axis in own_axes if axis not in named), None)
-    if lacks is not None:
-        raise SpecError(
-            f"Spec(own): nothing says how {leaf.path!r} lies along {lacks!r}, along which other leaves have rules. "
-            f"Give it one, as {{'*': {lacks!r}}} at the end for leaves that are equal along it."
-        )
-    equal = [one for one in some if one.dim is None]
-    summed = tuple(one.axis for one in equal if one.grads == "sum")
-    if summed:
-        placement = replace(placement, data=(*summed, *placement.data))
-    return placement, Lies(
-        tuple(one.axis for one in some if one.dim is not None and axes[one.axis] > 1),
-        tuple(one.axis for one in equal if one.grads == "equal"),
-        summed,
-    )
 
 
 def _refuse_gather(leaf: LeafInfo, placement: Placement, dtypes: LeafPrecision) -> None:

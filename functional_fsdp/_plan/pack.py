@@ -32,8 +32,6 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
 
-__all__ = ["Interval", "Packing", "pack"]
-
 Interval = tuple[int, int]  # first and last moment of a life, both included
 PAIRS = 100  # that are looked at, for each thing
 WORK = 150_000  # placements tried while searching for a better first fit

@@ -34,19 +34,6 @@ from .pack import Interval, pack
 from .program import Program, program
 from .route import Partial, Replicated, states_of
 
-__all__ = [
-    "REDUCTIONS_AT_ONCE",
-    "Extent",
-    "Gather",
-    "Plan",
-    "PlannedUnit",
-    "Reduction",
-    "Use",
-    "choose_kept",
-    "lives_of",
-    "make_plan",
-]  # fmt: skip
-
 TRIED = 1 << 20  # sets of units that are tried for a budget; of more kinds of units all or none stay
 
 

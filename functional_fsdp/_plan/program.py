@@ -38,11 +38,6 @@ from .._spec.units import in_order_of_use
 from .layout import Layout
 from .pack import Interval
 
-__all__ = [
-    "DefaultOrder", "FixedOrder", "GuessedOrder", "Known", "Program", "RecordedOrder", "Seen", "combined",
-    "known", "program",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class FixedOrder:

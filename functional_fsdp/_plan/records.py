@@ -24,17 +24,6 @@ from .layout import Bucket, Layout
 from .plan import REDUCTIONS_AT_ONCE
 from .route import Coordinate, How, Partial, Route, States, partial_states, route, states_of, whole_states
 
-__all__ = [
-    "Records",
-    "copied_alike",
-    "gathering",
-    "keeps_copy",
-    "records",
-    "reducing",
-    "staging_slots",
-    "stored_states",
-]
-
 
 class Records(NamedTuple):
     """Of one bucket, see the table at the top of this file. stored: the states in which gathers find it."""

@@ -25,23 +25,6 @@ from .._common.record import Collective
 from .._spec.codec import Codec
 from .layout import Bucket
 
-__all__ = [
-    "Axis",
-    "Coordinate",
-    "How",
-    "Partial",
-    "Replicated",
-    "Route",
-    "Sharded",
-    "States",
-    "Step",
-    "partial_states",
-    "residual_states",
-    "route",
-    "states_of",
-    "whole_states",
-]
-
 
 class Axis(Enum):
     """How a buffer lies along one mesh axis."""

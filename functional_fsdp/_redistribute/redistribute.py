@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from .._axes.cuts import cut_of
 from .._common.calls import alone
 from .._common.device import checksum, host_memory
 from .._common.errors import SpecError, TreeError
@@ -38,7 +39,6 @@ from .._plan.records import keeps_copy
 from .._plan.route import Partial, Replicated, partial_states, states_of
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import Runtime, runtime_of
-from .._spec.placement import cut_of
 from .._spec.spec import Spec
 from .._state.lineage import Version
 from .._state.shard import given, needs_spec, no_residual

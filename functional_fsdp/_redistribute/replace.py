@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .._common.calls import ordinary, verb
+from .._common.calls import ordinary, provided, verb
 from .._common.device import checksum, clone_as, empty_as
 from .._common.errors import ScheduleError, TreeError
 from .._common.torch_names import pytree
@@ -25,7 +25,6 @@ from .._plan.layout import Bucket, Leaf
 from .._plan.route import states_of
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import runtime_of
-from .._spec.placement import cut_of
 from .._state.lineage import Version
 from .._state.session import end_round
 from .._state.shard import read_sums
@@ -34,6 +33,7 @@ from .._storage.flat import FlatBuffer, leaf_shards, zeros
 from .._storage.weights import refresh, stored_as
 from .._verbs.verbs import finish_reductions
 
+_cut_of = provided("axes.cut_of")
 Values = dict[str, torch.Tensor]
 
 
@@ -136,9 +136,8 @@ def _fill(state: State, params: Any, main: dict[str, FlatBuffer]) -> Values | No
                 values[leaf.path] = stored_as(packed, leaf.form)
             value = _fitting(leaf, buffer.bucket, values[leaf.path], n)
             if tuple(value.shape) == _given_shape(leaf):
-                value = (
-                    cut_of(value.detach(), leaf.cuts, at).reshape(-1)[first : first + n] if n else value.new_empty(0)
-                )
+                mine = _cut_of(value.detach(), leaf.cuts, at) if leaf.cuts and n else value.detach()
+                value = mine.reshape(-1)[first : first + n] if n else value.new_empty(0)
             else:
                 is_whole = False
             local.copy_(value.detach())

@@ -23,8 +23,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["START", "Codec", "Form", "Plane", "Planes", "Rows", "Shape"]
-
 START = 16  # bytes: each plane begins at a multiple of it, so that it can be read in its dtype
 
 Shape = tuple[int, ...]

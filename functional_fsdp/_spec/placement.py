@@ -14,45 +14,17 @@ says which tables of tests name presets. All else follows from the four tuples: 
 
 Each takes `memory_kind="pinned_host"`, JAX's word (jax.sharding, "memory_kind"): what persists then lies in pinned
 memory of the host.
-
-Cuts: which part of a whole leaf a rank has, along mesh axes of the model's own. Pure.
-
-whole [12, m], two ranks along "tp", parts (4, 1, 1)          q q q q q q q q | k k | v v
-rank 0    [6, m]                                              q q q q         | k   | v
-rank 1    [6, m]                                                      q q q q |   k |   v
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from .._common.errors import SpecError
-from .along import Along
-
-__all__ = [
-    "MEMORY_KINDS",
-    "Cut",
-    "Cuts",
-    "Placement",
-    "boxes",
-    "cut_of",
-    "cuts_of",
-    "ddp",
-    "hfsdp",
-    "hsdp",
-    "join",
-    "part_shape",
-    "whole_shape",
-    "zero1",
-    "zero2",
-    "zero3",
-]  # fmt: skip
 
 MEMORY_KINDS = ("device", "pinned_host")
 KINDS = ("weights", "grads", "main")
@@ -222,116 +194,3 @@ def _preset(preset: str, axes: tuple[str, ...], memory_kind: Memory, **kinds: tu
         raise SpecError(f"{preset}{axes!r}: expected names of mesh axes, as {preset}('data').")
     name = f"{preset}({', '.join(axes)}{_said(_on_host(memory_kind))})"
     return Placement(**kinds, data=axes, memory_kind=memory_kind, name=name)
-
-
-class Cut(NamedTuple):
-    """A leaf is cut along a mesh axis of so many ranks: of each part along `dim` a rank has a slice.
-
-    sizes: elements of the parts along `dim`, before this cut.
-    """
-
-    axis: str
-    ranks: int
-    dim: int
-    sizes: tuple[int, ...]
-
-    def spans(self, rank: int) -> list[tuple[int, int]]:
-        """(start, count) along `dim` of what a rank has of each part."""
-        found, at = [], 0
-        for size in self.sizes:
-            found.append((at + rank * (size // self.ranks), size // self.ranks))
-            at += size
-        return found
-
-
-Cuts = tuple[Cut, ...]
-
-
-def cuts_of(
-    path: str, shape: Sequence[int], alongs: Sequence[Along], sizes: Mapping[str, int]
-) -> tuple[Cuts, list[int]]:
-    """The cuts of a leaf, and the shape that a rank then has.
-
-    Raises:
-        SpecError: no such dim; parts that do not divide.
-    """
-    local, found = list(shape), []
-    for one in alongs:
-        if one.dim is None:
-            continue
-        if not -len(local) <= one.dim < len(local):
-            raise SpecError(
-                f"Spec(own): {path!r} is {list(shape)} and has no dim {one.dim}, along which {one!r} cuts it. Give one "
-                f"of {len(local)} dims."
-            )
-        dim = one.dim % len(local)
-        total, ranks, n = local[dim], sizes[one.axis], sum(one.shares)
-        parts = tuple(total // n * share for share in one.shares)
-        if total % n or any(part % ranks for part in parts):
-            what = f"{list(parts)} elements of its parts" if len(parts) > 1 and not total % n else f"{total} elements"
-            raise SpecError(
-                f"Spec(own): {path!r} is {list(shape)}, and {one!r} cuts the {what} along dim {dim} for {ranks} ranks, "
-                f"which does not divide{f' into parts {one.shares}' if total % n else ''}. Choose another dim or other "
-                "parts, or pad the leaf."
-            )
-        found.append(Cut(one.axis, ranks, dim, parts))
-        local[dim] = total // ranks
-    return tuple(found), local
-
-
-def part_shape(whole: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
-    """Of a rank's part, from the leaf."""
-    shape = list(whole)
-    for cut in cuts:
-        shape[cut.dim] //= cut.ranks
-    return tuple(shape)
-
-
-def whole_shape(local: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
-    """Of the leaf, from a rank's part."""
-    shape = list(local)
-    for cut in cuts:
-        shape[cut.dim] *= cut.ranks
-    return tuple(shape)
-
-
-def cut_of(whole: torch.Tensor, cuts: Cuts, coordinate: Mapping[str, int]) -> torch.Tensor:
-    """A rank's part of a whole leaf: a view, where it is one."""
-    for cut in cuts:
-        spans = cut.spans(coordinate[cut.axis])
-        parts = [whole.narrow(cut.dim, start, count) for start, count in spans]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
-    return whole
-
-
-def join(parts: Sequence[torch.Tensor], cut: Cut) -> torch.Tensor:
-    """What ranks have along one cut, in their order, as it was before the cut."""
-    dim, each = cut.dim, [size // cut.ranks for size in cut.sizes]
-    by_part = [part.split(each, dim) for part in parts]
-    return torch.cat([one[k] for k in range(len(each)) for one in by_part], dim)
-
-
-Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-
-def boxes(whole: Sequence[int], cuts: Cuts, coordinate: Mapping[str, int]) -> list[Box]:
-    """What a rank has, as boxes: where each begins in the whole leaf, where in the rank's part, and its size."""
-    zero = (0,) * len(whole)
-    found: list[Box] = [(zero, zero, tuple(whole))]
-    for cut in cuts:
-        dim, at, again = cut.dim, 0, []
-        for start, count in cut.spans(coordinate[cut.axis]):
-            for there, here, size in found:
-                a, b = max(start, here[dim]), min(start + count, here[dim] + size[dim])
-                if a < b:
-                    again.append((
-                        _put(there, dim, there[dim] + a - here[dim]), _put(here, dim, at + a - start),
-                        _put(size, dim, b - a),
-                    ))  # fmt: skip
-            at += count
-        found = again
-    return found
-
-
-def _put(numbers: tuple[int, ...], i: int, n: int) -> tuple[int, ...]:
-    return (*numbers[:i], n, *numbers[i + 1 :])

@@ -11,8 +11,6 @@ import torch
 from .._common.errors import SpecError
 from .codec import Codec
 
-__all__ = ["FLOAT8S", "FLOATS", "LeafPrecision", "Precision"]
-
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 FLOAT8S = (torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -9,8 +9,6 @@ from typing import Any, Literal
 from .._common.errors import SpecError
 from .._common.tree import PathIndex, bytes_text
 
-__all__ = ["Order", "Schedule", "named"]
-
 Order = tuple[str | tuple[str, ...], ...]  # units in order of use; a tuple of them is used at once
 
 

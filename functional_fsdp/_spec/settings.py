@@ -39,8 +39,6 @@ from .._common.device import checksum
 from .._common.objects import STANDARD, contents_of, global_names
 from .._common.torch_names import OpOverload, OpOverloadPacket
 
-__all__ = ["describe_settings", "opaque_settings"]
-
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 LONG = 80  # characters of a value; of a longer one the beginning and a digest
 MOST = 10_000  # lines of one value

@@ -22,15 +22,13 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._common.calls import provided
 from .._common.errors import SpecError
 from .._common.tree import first_match, table
-from .along import Along, alongs
-from .placement import Placement, cuts_of, zero3
+from .placement import Placement, zero3
 from .precision import Precision
 from .schedule import Schedule
 from .units import ByName, freeze_units
-
-__all__ = ["NAMES", "Spec", "Traits", "Transport", "transport_of"]
 
 
 class Traits(NamedTuple):
@@ -109,6 +107,7 @@ def transport_of(said: object) -> Transport:
 
 
 Rules = tuple[tuple[str, Any], ...]
+_alongs, _cuts_of = provided("axes.alongs"), provided("axes.cuts_of")
 FOUND = "found by what repeats in the paths; small numbered layers joined, containers divided"
 
 
@@ -169,7 +168,7 @@ class Spec:
     average: str
     schedule: Schedule
     transport: Transport
-    own: tuple[tuple[str, tuple[Along, ...]], ...] = ()
+    own: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
     def __init__(
         self,
@@ -193,7 +192,7 @@ class Spec:
             )
         put("mesh", mesh if isinstance(mesh, DeviceMesh) else tuple(mesh.items()))
         names = tuple(self.axes)
-        put("own", tuple((pattern, alongs(pattern, value, self.axes)) for pattern, value in (own or {}).items()))
+        put("own", tuple((pattern, _alongs(pattern, value, self.axes)) for pattern, value in (own or {}).items()))
         if placement is None:
             placement = zero3(*(name for name in names if name not in self.own_axes))
         rules = placement if isinstance(placement, Mapping) else {"*": placement}
@@ -264,7 +263,7 @@ class Spec:
         """The same with one placement for all leaves."""
         return self._but("placements", (("*", placement),))
 
-    def with_own(self, own: tuple[tuple[str, tuple[Along, ...]], ...]) -> Spec:
+    def with_own(self, own: tuple[tuple[str, tuple[Any, ...]], ...]) -> Spec:
         """The same with other rules for axes of the model's own."""
         return self._but("own", own)
 
@@ -298,7 +297,7 @@ class Spec:
 
     def part_of(self, path: str, shape: Sequence[int], *aliases: str) -> tuple[int, ...]:
         """The shape of a rank's part of the leaf at `path`, whose whole shape this is."""
-        return tuple(cuts_of(path, shape, first_match(self.own, (path, *aliases)) or (), self.axes)[1])
+        return tuple(_cuts_of(path, shape, first_match(self.own, (path, *aliases)) or (), self.axes)[1])
 
     def __repr__(self) -> str:
         def rules(pairs: Rules) -> str:

@@ -40,8 +40,6 @@ from .._common.errors import SpecError
 from .._common.tree import PathIndex, bytes_text, prefixes
 from .settings import describe_settings, opaque_settings
 
-__all__ = ["ByName", "Group", "UnitsBy", "find_units", "freeze_units", "in_order_of_use", "relative_keys", "units"]
-
 ByName = Callable[[str], str | None]
 LARGE, ALONE = 3, 4  # one part in so many of all bytes: a unit of more is looked into; so is one like no other, of more
 MOST = 2  # one part in so many of all bytes: of a unit of more that cannot be divided there is a warning

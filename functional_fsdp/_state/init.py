@@ -31,13 +31,11 @@ from .._common.device import forked_random, seed_generators
 from .._common.errors import FsdpError, SpecError
 from .._common.torch_names import Fakes, FakeTensor, TorchDispatchMode, disable_current_modes, pytree, to_scalar
 from .._engine.gathers import resolve_transport
-from .._nn.dtensors import local_part
-from .._nn.skeleton import skeleton_of
+from .._nn.skeleton import local_part, skeleton_of
 from .._optim.optimizer import as_optimizer
 from .._plan.layout import Unit
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import runtime_of
-from .._spec.dtensors import with_dtensors
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer
 from .export import buffers
@@ -45,7 +43,7 @@ from .shard import build, describe, given, needs_spec
 from .state import State
 
 M = TypeVar("M", bound=nn.Module)
-_weights_given = provided("io.weights_given")
+_weights_given, _with_dtensors = provided("io.weights_given"), provided("axes.with_dtensors")
 BY_ITSELF = "parallelize_module(..., src_data_rank=None) has each rank cut what it has made, and sends nothing."
 
 
@@ -253,7 +251,7 @@ def init(
         params = dict(module.named_parameters(remove_duplicate=False))
         shapes = {id(p): nn.Parameter(_meta(p), requires_grad=p.requires_grad) for p in params.values()}
         infos, paths, treedef = describe({path: shapes[id(p)] for path, p in params.items()})
-        spec_ = with_dtensors(spec, paths, [*params.values()])
+        spec_ = _with_dtensors(spec, paths, [*params.values()])
         plan, topics = given(infos, paths, spec_, as_optimizer(optimizer), seed)
         fill = None
         if weights is not None:

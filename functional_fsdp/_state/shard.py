@@ -20,23 +20,21 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from .._common.calls import outside_inference
+from .._common.calls import outside_inference, provided
 from .._common.device import checksum, host_memory, make_room
 from .._common.errors import SpecError, TreeError
 from .._common.record import Collective
 from .._common.torch_names import pytree
 from .._common.tree import flatten, match
 from .._engine.gathers import resolve_transport
-from .._nn.dtensors import is_dtensor, local_part
 from .._nn.packed_weight import PackedWeight
+from .._nn.skeleton import is_dtensor, local_part
 from .._optim.optimizer import as_optimizer, check_labels, initial
 from .._plan.layout import Bucket, Layout, Leaf, LeafInfo, Unit, aligned, plan_layout
 from .._plan.records import keeps_copy
 from .._plan.route import residual_states, states_of
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import Runtime, runtime_of
-from .._spec.dtensors import with_dtensors
-from .._spec.placement import cut_of
 from .._spec.precision import FLOATS
 from .._spec.settings import describe_settings
 from .._spec.spec import Spec
@@ -45,6 +43,7 @@ from .._storage.weights import no_scales, refresh, stored_as
 from .lineage import Lineage, Version
 from .state import State
 
+_with_dtensors, _cut_of = provided("axes.with_dtensors"), provided("axes.cut_of")
 ALIGN = 16  # bytes: where a leaf begins
 
 
@@ -163,7 +162,7 @@ def make_layout(params: Any, spec: Spec) -> Layout:
     True
     """
     infos, paths, _ = describe(params)
-    return plan_layout(infos, with_dtensors(spec, *flatten(params)[:2]), paths)
+    return plan_layout(infos, _with_dtensors(spec, *flatten(params)[:2]), paths)
 
 
 @outside_inference
@@ -225,7 +224,7 @@ def shard(
     def look() -> tuple[Any, list[Topic]]:
         infos, paths, treedef = describe(params)
         leaves = flatten(params)[1]
-        spec_ = with_dtensors(spec, paths, leaves)
+        spec_ = _with_dtensors(spec, paths, leaves)
         if src is not None and (
             cut := next((path for path, t in zip(paths, leaves, strict=True) if is_dtensor(t)), None)
         ):
@@ -401,7 +400,7 @@ def _fill(buffer: FlatBuffer, values: Any, run: Runtime) -> None:
         if local.numel():
             mine = values[leaf.path].detach()
             if leaf.cuts and not _is_part(leaf, mine):
-                mine = cut_of(mine, leaf.cuts, run.coordinate)
+                mine = _cut_of(mine, leaf.cuts, run.coordinate)
             local.copy_(mine.reshape(-1)[first : first + local.numel()])
 
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._common.calls import provided
 from .._common.device import host_memory, in_host_memory, make_room, zeros_as
 from .._common.errors import SpecError
-from .._common.record import Collective
 from .._common.torch_names import foreach_copy_, foreach_zero_, pytree, unflatten_dense_tensors
 from .._common.tracing import traced_as
 from .._common.tree import bytes_text, dotted, register, table
@@ -31,14 +31,9 @@ from .._plan.bucket import ALIGN, aligned
 from .._plan.layout import Bucket, Leaf
 from .._plan.route import Axis, How, Replicated, Sharded, States, route
 from .._runtime.runtime import runtime_of
-from .._spec.placement import join
 from .gradients import refuse_meta
 
-__all__ = [
-    "Cut", "FlatBuffer", "LeafShard", "Node", "at_home", "coordinate_of", "cut", "cuts", "gather_leaves",
-    "leaf_shards", "leaves_of", "no_counts", "nodes_of", "summary", "templates", "whole_leaves", "write_leaves",
-    "zeros",
-]  # fmt: skip
+_joined_leaves = provided("axes.joined_leaves")
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
@@ -348,22 +343,10 @@ def whole_leaves(buffer: FlatBuffer, dtype: torch.dtype | None = None) -> dict[s
 
     Collective: one all-gather more for each such axis of a bucket.
     """
-    bucket = buffer.bucket
-    if not any(leaf.cuts for leaf in bucket.leaves):
+    if not any(leaf.cuts for leaf in buffer.bucket.leaves):
         return gather_leaves(buffer, dtype)
-    run = runtime_of(buffer.mesh)
-    every = buffer.gather(buffer.local.new_empty(bucket.numel, dtype=dtype or buffer.local.dtype))
-    for axis in reversed(bucket.cut):
-        mine, every = every, every.new_empty(run.sizes[axis] * every.numel())
-        run.now(Collective("all_gather", axis, every.numel(), every.dtype, "", "side", bucket.name), every, mine)
-    parts = [leaves_of(bucket, part) for part in every.view(-1, bucket.numel).unbind()]
-    found = {}
-    for leaf in bucket.leaves:
-        some = [part[leaf.path] for part in parts]
-        for cut in reversed(leaf.cuts):
-            some = [join(some[at : at + cut.ranks], cut) for at in range(0, len(some), cut.ranks)]
-        found[leaf.path] = some[0]
-    return found
+    joined: dict[str, torch.Tensor] = _joined_leaves(buffer, dtype)
+    return joined
 
 
 def write_leaves(bucket: Bucket, whole: torch.Tensor, values: Mapping[str, torch.Tensor | None]) -> None:

@@ -19,8 +19,6 @@ from .._common.tree import flatten
 from .._plan.layout import Layout, Unit
 from .._runtime.given import ALL
 
-__all__ = ["in_order", "like", "of_tree", "of_unit", "refuse_meta", "refuse_zeros"]
-
 T = TypeVar("T")
 KIND = attrgetter("shape", "dtype", "layout")  # as `Unit.gradients`
 

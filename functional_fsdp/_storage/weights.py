@@ -40,12 +40,6 @@ from .._plan.layout import Bucket, Leaf, Unit
 from .._spec.codec import Form, Rows
 from .flat import FlatBuffer, leaves_of
 
-__all__ = [
-    "BucketPlace", "Filling", "Gathered", "LentTree", "Loan", "Place", "Stored", "alias_of", "gather",
-    "is_lent", "lent_leaves", "loan_of", "no_scales", "own_of", "own_part", "owned", "poison", "read",
-    "refresh", "refuse_packed", "span_of", "spoilt", "stored_as", "unpacked_leaves", "whole_of", "without",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Stored:

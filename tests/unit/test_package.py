@@ -201,15 +201,17 @@ SATELLITES: dict[str, set[str]] = {
     "_capture": set(),
     "_host_memory": set(),
     "_float8": set(),
+    "_axes": set(),
     "_transports": set(),
     "_optim_extra": set(),
-    "_redistribute": set(),
-    "_io": {"_optim_extra", "_redistribute"},  # what checkpoints say of an optimizer, and of leaves
+    "_redistribute": {"_axes"},  # what of a leaf a rank has
+    "_io": {"_axes", "_optim_extra", "_redistribute"},  # what checkpoints say of an optimizer, and of leaves
     "_simulate": {"_io"},  # a save that goes on beside the training
     "_launch": {"_io", "_simulate"},
     "codecs": set(),
     "look": set(),
     "_predict": {"look", "_graph"},  # what draws; states of shapes
+    "convert": {"_io", "_launch"},
 }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..._axes.cuts import Cuts, boxes, part_shape
 from ..._common.errors import CheckpointError
-from ..._spec.placement import Cuts, boxes, part_shape
 from ..contents import Contents, number_of
 from ..manifest import NOTE, read_note, sizes, tensors_of
 from ..parts import PLACE

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .._common.calls import provide
 from .._common.errors import SpecError
-
-__all__ = ["RULES", "Along", "alongs"]
 
 RULES = ("equal", "sum")
 
@@ -114,3 +113,6 @@ def _one(pattern: str, value: Any) -> Along:
         f"Spec(own): {pattern!r} maps to {value!r}; expected 'tp' for a leaf that is equal along the axis, ('tp', 0) "
         "for one that is cut along dim 0, an Along, or a list of these."
     )
+
+
+provide("axes", alongs)

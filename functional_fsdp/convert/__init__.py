@@ -1,4 +1,6 @@
-"""Weights from one kind of files into another, without GPUs and without other ranks: python -m functional_fsdp.convert
+"""Weights from one kind of files into another, without GPUs and without other ranks: a command.
+
+    python -m functional_fsdp.convert
 
     convert SOURCE                                what lies there, as a table
     convert SOURCE TARGET                         a checkpoint of this library, with AdamW's moments if they are there
@@ -23,17 +25,17 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ._common.errors import FsdpError, SpecError
-from ._io.checkpoint import load, save
-from ._io.conversions import conversions_of
-from ._io.foreign import Checkpoint, open_checkpoint
-from ._io.load_weights import load_optimizer_state
-from ._io.safetensors import save_safetensors
-from ._launch.launch import local_mesh
-from ._optim.adamw import adamw
-from ._spec.precision import Precision
-from ._spec.spec import Spec
-from ._state.init import init
+from .._common.errors import SpecError
+from .._io.checkpoint import load, save
+from .._io.conversions import conversions_of
+from .._io.foreign import Checkpoint, open_checkpoint
+from .._io.load_weights import load_optimizer_state
+from .._io.safetensors import save_safetensors
+from .._launch.launch import local_mesh
+from .._optim.adamw import adamw
+from .._spec.precision import Precision
+from .._spec.spec import Spec
+from .._state.init import init
 
 __all__ = ["convert", "main", "model_of_config"]
 
@@ -137,7 +139,7 @@ def _owner(model: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 def main(argv: Sequence[str] | None = None) -> Any:
     parser = argparse.ArgumentParser(
-        prog="python -m functional_fsdp.convert", description=(__doc__ or "").split("\n\n")[1],
+        prog="python -m functional_fsdp.convert", description=(__doc__ or "").split("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("source", type=Path)
@@ -153,10 +155,3 @@ def main(argv: Sequence[str] | None = None) -> Any:
     return convert(
         args.source, args.target, dtype=dtype, config=args.config, prefix=args.prefix, untied=args.untied
     )  # fmt: skip
-
-
-if __name__ == "__main__":
-    try:
-        print(main())
-    except (FsdpError, OSError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from None

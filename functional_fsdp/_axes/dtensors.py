@@ -1,26 +1,128 @@
-"""Rules for axes of the model's own, from the placements of leaves that are DTensors. Pure.
+"""DTensors: a weight of a module that `parallelize_module` has cut, from this rank's part of it, and how it lies.
 
-Shard(0) on mesh["tp"]        ("tp", 0)
-Replicate() on mesh["tp"]     "tp": torch has made their gradients the same
-no DTensor                    "tp", where nothing else is said of it
+    leaf         DTensor [n, m], Shard(0) on mesh["tp"]      whole in a state's files, [n / tp, m] in its buffers
+    placeholder  has the DTensor's `Form`
+    forward      the module's own code sees a DTensor again, made from the part that was gathered: nothing is sent
+    backward     torch brings the gradient to the leaf's placements, and gives its part
+
+And the rules for axes of the model's own that follow from the placements of such leaves:
+
+    Shard(0) on mesh["tp"]        ("tp", 0)
+    Replicate() on mesh["tp"]     "tp": torch has made their gradients the same
+    no DTensor                    "tp", where nothing else is said of it
+
+Source: torch's DTensor.from_local, whose gradient has the placements of the forward.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cache
+from inspect import signature
+from typing import Any, NamedTuple
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._common.errors import SpecError
-from .._common.tree import PathIndex
-from .._nn.dtensors import is_dtensor
+from .._common.calls import provide
+from .._common.errors import SpecError, TreeError
+from .._common.torch_names import func_interpreter
+from .._common.tree import PathIndex, first_match
+from .._nn.skeleton import is_dtensor, local_part
+from .._spec.placement import zero3
+from .._spec.spec import Spec
 from .along import Along
-from .placement import zero3
-from .spec import Spec
 
-__all__ = ["with_dtensors"]
+__all__ = ["DTensorForm", "by_rules", "dtensor_form", "full_tensor", "with_dtensors"]
+
+
+class DTensorForm(NamedTuple):
+    """How a DTensor lies on its mesh, without its values.
+
+    Attributes:
+        shape, stride: of the whole leaf. part: the shape that this rank has.
+        summed: axes along which each rank's gradient is to stay a summand.
+    """
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    part: torch.Size
+    summed: tuple[str, ...] = ()
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        """The DTensor of this rank's part, or of the whole leaf, differentiable. A DTensor stays as it is."""
+        if is_dtensor(weight):
+            return weight
+        if func_interpreter() is not None:
+            raise TreeError(
+                "the model has DTensors, which torch.func does not know (grad, vjp, jvp, vmap). Use T.forward_backward "
+                "or, of weights that you have gathered, T.vjp."
+            )
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        if weight.shape != self.part:
+            every: Any = DTensor.from_local(weight, self.mesh, [Replicate()] * len(self.placements), run_check=False)
+            return every.redistribute(placements=self.placements)
+        how: dict[str, Any] = {"run_check": False, "shape": self.shape, "stride": self.stride}
+        if self.summed:
+            names = self.mesh.mesh_dim_names
+            grads = [Partial() if n in self.summed else p for n, p in zip(names, self.placements, strict=True)]
+            if not _takes_grad_placements():
+                made: torch.Tensor = _Summed.apply(weight, grads, lambda t: self._replace(summed=())(t))
+                return made
+            how["grad_placements"] = grads
+        return DTensor.from_local(weight, self.mesh, self.placements, **how)
+
+
+@cache
+def _parameters() -> frozenset[str]:
+    from torch.distributed.tensor import DTensor
+
+    return frozenset(signature(DTensor.from_local).parameters)
+
+
+def _takes_grad_placements() -> bool:
+    """Whether torch's own from_local says how gradients are to lie, as it does not in torch 2.11."""
+    return "grad_placements" in _parameters()
+
+
+_takes_grad_placements._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class _Summed(torch.autograd.Function):
+    """A part as a DTensor, whose gradient has placements of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, grads: Any, made: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        ctx.grads = grads
+        return made(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad.redistribute(placements=ctx.grads).to_local(), None, None
+
+
+def by_rules(form: DTensorForm | None, own: Any, path: str) -> DTensorForm | None:
+    """The form of a leaf whose rules, of `Spec.own`, may say that gradients of what is equal are summands."""
+    if form is None:
+        return None
+    summed = [one.axis for one in first_match(own, (path,)) or () if one.grads == "sum"]
+    pairs = zip(form.mesh.mesh_dim_names or (), form.placements, strict=False)
+    return form._replace(summed=tuple(axis for axis, placed in pairs if placed.is_replicate() and axis in summed))
+
+
+def dtensor_form(t: Any) -> DTensorForm:
+    """The form of a DTensor."""
+    return DTensorForm(t.device_mesh, tuple(t.placements), t.shape, t.stride(), local_part(t).shape)
+
+
+def full_tensor(t: Any) -> Any:
+    """A DTensor as a plain tensor, differentiable; anything else itself. Collective, where it is cut or partial."""
+    return t.full_tensor() if is_dtensor(t) else t
+
 
 Own = tuple[Along, ...]
 
@@ -119,3 +221,6 @@ def _agreed(path: str, own: Own, pattern: str, rules: Own) -> Own:
                 "Leave the rule out."
             )
     return (*lies.values(), *more)
+
+
+provide("axes", by_rules, dtensor_form, with_dtensors)

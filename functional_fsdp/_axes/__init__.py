@@ -1,0 +1,1 @@
+"""Axes along which a model communicates itself (tensor, sequence, expert parallel): rules, cuts of leaves, DTensors."""
