@@ -80,6 +80,7 @@ from ._transports.auto import symmetric
 from ._verbs.metrics import pmax, pmean, psum
 from ._verbs.verbs import finish_reductions, newest, reduce, release, step, unshard
 from .codecs import packed_reductions as _packed_reductions  # noqa: F401
+from .codecs import rows as _rows  # noqa: F401
 from .codecs.blocks import fp8_block, int8, mxfp8
 from .codecs.dynamic8 import dynamic8
 from .codecs.four_bits import int4, nf4

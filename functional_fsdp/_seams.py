@@ -18,7 +18,7 @@ from ._host_memory.copy_lane import HostBuffer
 from ._nn.module import around_bound_calls
 from ._nn.skeleton import aliases_of, changed, local_part, refuse_meta
 from ._optim.optimizer import put
-from ._plan.cursor import Collision
+from ._plan.advance import Collision
 from ._runtime.given import NewCounts
 from ._state.lineage import begin_compiled
 from ._state.session import note_activations

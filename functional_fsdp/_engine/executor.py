@@ -23,8 +23,8 @@ import torch
 from .._common.interrupts import uninterruptible
 from .._common.torch_names import without_func_levels
 from .._distributed.lanes import Waiting
-from .._plan.advance import Move
-from .._plan.cursor import Action, InFlight
+from .._plan.advance import Action, Move
+from .._plan.cursor import InFlight
 from .._plan.layout import Layout
 from .._plan.plan import Plan
 from .._plan.program import DefaultOrder, GuessedOrder, Program

@@ -55,8 +55,7 @@ from .._common.record import Collective, check_kinds
 from .._common.torch_names import profiler
 from .._distributed.lanes import Mark, Steps, together
 from .._nn.packed_weight import PackedWeight
-from .._plan.advance import Move
-from .._plan.cursor import Action
+from .._plan.advance import Action, Move
 from .._plan.layout import Bucket, Layout, LeafInfo, Unit, plan_layout
 from .._plan.plan import Plan
 from .._plan.records import records

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .._plan.advance import Move, Position, Positions
-from .._plan.cursor import Action, Cursor
+from .._plan.advance import Action, Move, Position, Positions
+from .._plan.cursor import Cursor
 from .._plan.layout import Layout
 from .._plan.plan import REDUCTIONS_AT_ONCE, Plan, make_plan
 from .._plan.program import DefaultOrder, FixedOrder, GuessedOrder, Known, Program, RecordedOrder, combined, known

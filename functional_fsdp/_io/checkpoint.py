@@ -42,13 +42,14 @@ from .._engine.gathers import resolve_transport
 from .._optim.optimizer import as_optimizer, initial
 from .._plan.layout import LeafInfo
 from .._plan.route import Partial
+from .._redistribute.redistribute import nodes_of
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
 from .._state.lineage import Version
 from .._state.shard import build, given, needs_spec
 from .._state.state import State
-from .._storage.flat import FlatBuffer, leaf_shards, nodes_of
+from .._storage.flat import FlatBuffer, leaf_shards
 from .._storage.weights import refresh
 from .dcp_files import complete, read_tensors, write_tensors
 from .folder import Claim, check_shared, may_keep, partial, reading, unfinished

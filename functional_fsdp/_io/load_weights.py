@@ -14,12 +14,13 @@ import torch
 from .._common.calls import alone, verb
 from .._common.device import clone_as
 from .._common.errors import ScheduleError, SpecError, TreeError
+from .._redistribute.redistribute import Node, nodes_of
 from .._redistribute.replace import copies, renewed
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._state.update import with_counts
-from .._storage.flat import FlatBuffer, Node, nodes_of, whole_leaves, zeros
+from .._storage.flat import FlatBuffer, whole_leaves, zeros
 from .conversions import Conversions, checked
 from .manifest import as_there
 from .sources import Rename, Source, fill, opened, same_source

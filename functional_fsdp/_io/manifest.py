@@ -38,11 +38,11 @@ from .._common.torch_names import pytree
 from .._optim_extra.from_torch import FromTorch
 from .._optim_extra.partition import Partition
 from .._optim_extra.whole import WholeLeaves
-from .._redistribute.redistribute import leaf_infos
+from .._redistribute.redistribute import Node, leaf_infos, nodes_of
 from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._state.update import counted, with_counts
-from .._storage.flat import FlatBuffer, Node, nodes_of
+from .._storage.flat import FlatBuffer
 from .folder import NOTE, inside, write_file
 from .parts import SAVED, SavedTensor, any_apart, by_place, places_of
 

@@ -22,15 +22,17 @@ from typing import Any, NamedTuple
 import torch
 
 from .._common.device import checksum
-from .._common.errors import TreeError
+from .._common.errors import SpecError, TreeError
+from .._plan.layout import Leaf
 from .._plan.route import Partial, Replicated
+from .._redistribute.redistribute import Node, nodes_of
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
-from .._storage.flat import FlatBuffer, Node, leaf_shards, nodes_of
+from .._storage.flat import FlatBuffer, leaf_shards
 
 __all__ = [
     *("PLACE", "SAVED", "SavedTensor", "any_apart", "by_place", "content", "named"),
-    *("own_place", "parts_of", "place_at", "places_of", "plain_names"),
+    *("own_place", "parts_of", "place_at", "places_of", "plain_names", "refuse_packed"),
 ]
 
 SAVED = ("main", "opt", "buffers", "count", "rng", "extras", "residual")
@@ -231,3 +233,13 @@ def places_of(axes: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
     places = itertools.product(*(range(sizes[axis]) for axis in axes))
     said = [", ".join(f"{axis} {i}" for axis, i in zip(axes, place, strict=True)) for place in places]
     return [f"{PLACE}{text}" if text else "" for text in said]
+
+
+def refuse_packed(verb: str, leaf: Leaf) -> None:
+    """Raise the SpecError for a packed leaf, of which a verb's files know nothing."""
+    if leaf.form is not None:
+        raise SpecError(
+            f"{verb}: the leaf {leaf.path!r} is packed by {leaf.form.codec}, which these files do not have. Save a "
+            "checkpoint, fsdp.save; of an adapter its own leaves, fsdp.save_adapter; or unpack it first: "
+            f"redistribute(state, spec) with {{{leaf.path!r}: Precision(main={leaf.form.dtype})}}."
+        )

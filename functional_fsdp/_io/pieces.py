@@ -33,9 +33,10 @@ import torch
 from .._axes.cuts import Cut, Cuts, cut_of, join, part_shape, whole_shape
 from .._common.errors import CheckpointError, SpecError
 from .._plan.layout import Leaf
+from .._redistribute.redistribute import nodes_of
 from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._storage.flat import FlatBuffer, nodes_of
+from .._storage.flat import FlatBuffer
 from .conversions import Concatenated, Conversion, Sliced, Stacked, Transposed
 from .dcp_files import read_tensors
 from .manifest import NOTE, Tensor

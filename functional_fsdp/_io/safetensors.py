@@ -19,11 +19,10 @@ from .._common.tree import flatten
 from .._runtime.agreement import Topic, agree
 from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._storage.weights import refuse_packed
 from .checkpoint import saving
 from .conversions import Conversions, checked, part_of, same_conversions
 from .folder import check_shared, sync, write_file
-from .parts import parts_of, place_at
+from .parts import parts_of, place_at, refuse_packed
 from .pieces import Piece, blocks, pieces
 from .safetensors_file import DTYPES, Entry, create, entries, write_at
 

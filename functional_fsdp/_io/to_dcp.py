@@ -25,15 +25,15 @@ from .._optim.adamw import AdamW
 from .._optim.optimizer import at, by_label
 from .._optim_extra.from_torch import FromTorch
 from .._plan.layout import Leaf
+from .._redistribute.redistribute import nodes_of
 from .._runtime.runtime import Runtime
 from .._state.state import State
-from .._storage.flat import FlatBuffer, nodes_of
-from .._storage.weights import refuse_packed
+from .._storage.flat import FlatBuffer
 from .checkpoint import saving
 from .dcp_files import Written, write_tensors
 from .folder import check_shared, sync, write_file
 from .manifest import METADATA, file_of
-from .parts import SavedTensor, parts_of, place_at
+from .parts import SavedTensor, parts_of, place_at, refuse_packed
 from .spans import numel_of
 from .stream import none_apart
 

@@ -61,17 +61,22 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from .._common.errors import ScheduleError
-from .cursor import Action, Cursor, Walk
+from .cursor import Bits, Cursor, end_of_pass, numbers
 from .plan import Plan
 
-__all__ = ["Action", "Event", "Move", "Position", "Positions", "advance", "nominal"]
-
+Action = tuple[str, Any]
+Due = tuple[int, bool]  # a reduction, and whether its gradient came
 Event = tuple[str, tuple[str, ...]]
+
+
+class Collision(ScheduleError):
+    """A gather would write over a unit that was not released."""
 
 
 def advance(plan: Plan, cursor: Cursor, event: Event) -> tuple[Cursor, tuple[Action, ...]]:
@@ -86,13 +91,99 @@ def advance(plan: Plan, cursor: Cursor, event: Event) -> tuple[Cursor, tuple[Act
     (1, (('gather', 0), ('gather', 1)))
     """
     kind, units = event
-    walk = _Rules(plan, cursor)
+    walk = Walk(plan, cursor)
     _EVENTS[kind](walk, *((units,) if kind in ("unshard", "release") else units))
     return walk.cursor(), tuple(walk.actions)
 
 
-class _Rules(Walk):
-    """What each event does."""
+class Few:
+    """A set as bits: of names or numbers, of which `number` says the place. Names that no plan has are in none."""
+
+    __slots__ = ("bits", "number")
+
+    def __init__(self, bits: Bits, number: Mapping[str, int] | Sequence[int]) -> None:
+        self.bits = bits
+        self.number: Any = number
+
+    def __contains__(self, one: object) -> bool:
+        try:
+            return bool(self.bits >> self.number[one] & 1)
+        except KeyError:
+            return False
+
+    def __bool__(self) -> bool:
+        return bool(self.bits)
+
+    def add(self, one: object) -> None:
+        self.bits |= 1 << self.number[one]
+
+    def update(self, some: Iterable[object]) -> None:
+        for one in some:
+            self.add(one)
+
+    def discard(self, one: object) -> None:
+        if one in self:
+            self.bits ^= 1 << self.number[one]
+
+    def clear(self) -> None:
+        self.bits = 0
+
+
+class Walk:
+    """A cursor while an event is worked out, with names in the place of bits; a method for each event, and what these
+    have in common: what ends rounds and passes. Pure.
+
+    An event costs what it changes, however many units there are: sets stay bits, which are looked at one by one only
+    where they are few (what is held or live in bytes that others share).
+
+    Attributes:
+        actions: what is to be done, so far.
+    """
+
+    def __init__(self, plan: Plan, cursor: Cursor) -> None:
+        self.plan = plan
+        self.at, self.issued, self.reduced = cursor.at, cursor.issued, cursor.reduced
+        self.phase, self.agreed = cursor.phase, cursor.agreed
+        self.live = cursor.live_bits
+        self.held, self.used, self.awaited = (
+            Few(some, plan.index) for some in (cursor.held_bits, cursor.used_bits, cursor.awaited_bits)
+        )
+        self.seen = Few(cursor.seen_bits, range(len(plan.uses)))
+        self.early = Few(cursor.early_bits, range(len(plan.reductions)))
+        self.due = [*cursor.due]
+        self.training, self.round_done = cursor.training, cursor.round_done
+        self.actions: list[Action] = []
+
+    def cursor(self) -> Cursor:
+        return Cursor(
+            self.plan, at=self.at, issued=self.issued, reduced=self.reduced, phase=self.phase, agreed=self.agreed,
+            live_bits=self.live, held_bits=self.held.bits, used_bits=self.used.bits, awaited_bits=self.awaited.bits,
+            seen_bits=self.seen.bits, early_bits=self.early.bits, due=tuple(self.due), training=self.training,
+            round_done=self.round_done,
+        )  # fmt: skip
+
+    @property
+    def limit(self) -> int:
+        """A use comes before it: where passes are bounded, that of the forward before the turn, if that is known."""
+        return self.plan.forward if self.phase == "forward" and self.plan.forward is not None else len(self.plan.uses)
+
+    def gather(self, gathers: Iterable[int]) -> None:
+        self.actions += [("gather", i) for i in gathers]
+
+    def reduce(self, due: Sequence[Due]) -> None:
+        self.actions.append(("reduce", tuple(due)))
+
+    def in_order(self, gathers: Iterable[int], due: Iterable[Due]) -> None:
+        """Gathers and reductions in the order in which peers come to them: where the host waits, ranks would else wait
+        for each other on different lanes."""
+        left = deque(due)
+        before = -1
+        for i in gathers:
+            while left and (i < before or self.plan.reductions[left[0][0]].use < self.plan.gathers[i].start):
+                self.reduce((left.popleft(),))
+            self.gather((i,))
+            before = i
+        self.reduce(left)
 
     # ---------------------------------------------------------------- gathers
 
@@ -276,6 +367,46 @@ class _Rules(Walk):
             self.at = max(self.at, self.plan.gathers[i].start)
             self.gather(start)
 
+    def overwritten(self, gathers: Iterable[int], good: Mapping[str, int]) -> tuple[int, str] | None:
+        """The first of these gathers that would write over one of the units, and which. Gathers before a unit's own
+        one, which come to `good[unit]`, do not matter."""
+        if not good:
+            return None
+        names = sorted(good)
+        for i in gathers:
+            unit = self.plan.gathers[i].unit
+            for name in names if unit in self.plan.crowded else ():
+                if i > good[name] and self.plan.overlap(unit, name):
+                    return i, name
+        return None
+
+    def good(self) -> dict[str, int]:
+        """The units that are held where others lie, too, and that are good whatever was gathered before."""
+        return {self.plan.units[i].name: -1 for i in numbers(self.held.bits & self.plan.crowded_bits)}
+
+    def refuse(self, gather: int, over: str) -> NoReturn:
+        raise Collision(
+            f"gathering {self.plan.gathers[gather].unit!r} would write over {over!r}, which was not released "
+            f"(they share bytes of the arena). Call state = release(state, {over!r}) first, or keep it: "
+            f"Schedule(keep={{{over!r}}}), or name units that are used at once in one call and in Schedule(order=...)."
+        )
+
+    def issue(self, gathers: Sequence[int]) -> list[int]:
+        """These are issued. Returns those to start: units that stay are there since an earlier pass of the step."""
+        start = []
+        for i in gathers:
+            unit = self.plan.gathers[i].unit
+            there = self.live & self.plan.gathers_of[unit]
+            if not there or unit not in self.plan.stays:
+                start.append(i)
+            self.live &= ~there
+            for other in numbers(self.live & self.plan.crowded_gathers) if unit in self.plan.crowded else ():
+                if self.plan.overlap(unit, self.plan.gathers[other].unit):
+                    self.live &= ~(1 << other)
+            self.live |= 1 << i
+        self.issued += len(gathers)
+        return start
+
     # ---------------------------------------------------------------- reductions
 
     def reduction_of(self, unit: str) -> int | None:
@@ -350,6 +481,64 @@ class _Rules(Walk):
         if self.due:
             self.reduce((self.due.pop(0),))
 
+    def due_at(self, mine: int) -> list[Due]:
+        """The gradient of reduction `mine` is there: what is issued now."""
+        self.training = True
+        self.awaited.discard(self.plan.reductions[mine].unit)
+        due = self.take_due()
+        self.early.add(mine)
+        while self.early:
+            came = self.reduced in self.early
+            if not came and not self.passed(self.reduced):
+                break
+            due.append((self.reduced, came))
+            self.count_reduction()
+        return due
+
+    def pass_over(self, end: int) -> None:
+        """Reductions before the use `end` are due with zeros, up to the first whose gradient may still come."""
+        reductions = self.plan.reductions
+        while reductions and not self.round_done and reductions[self.reduced].use < end and self.zero_next():
+            pass
+
+    def zero_next(self) -> bool:
+        """The next reduction is due, unless its gradient may still come."""
+        came = self.reduced in self.early
+        if not came and self.plan.reductions[self.reduced].unit in self.used:
+            return False
+        self.due.append((self.reduced, came))
+        self.count_reduction()
+        return True
+
+    def count_reduction(self) -> None:
+        """One more reduction of this round is issued."""
+        self.early.discard(self.reduced)
+        self.reduced += 1
+        if self.reduced == len(self.plan.reductions):
+            self.reduced, self.round_done = 0, True
+
+    def take_due(self) -> list[Due]:
+        due, self.due = self.due, []
+        return due
+
+    def passed(self, reduction: int) -> bool:
+        """Whether this rank has passed a reduction without having used its unit."""
+        use, unit = self.plan.reductions[reduction].use, self.plan.reductions[reduction].unit
+        if self.agreed:
+            return self.phase == "backward" and unit not in self.used
+        if use >= self.at or unit in self.held or (self.phase and unit in self.awaited):
+            return False
+        return use not in self.seen if self.plan.uses[use].unit == unit else unit not in self.used
+
+    def rest_of_round(self) -> list[Due]:
+        """Everything that waits, and zeros for what did not come. Nothing if no round is under way."""
+        rest = self.take_due()
+        if self.reduced or self.early:
+            rest += [(i, i in self.early) for i in range(self.reduced, len(self.plan.reductions))]
+            self.early.clear()
+            self.reduced = 0
+        return rest
+
     # ---------------------------------------------------------------- passes
 
     def begin(self, agreed: bool = False) -> None:
@@ -374,27 +563,71 @@ class _Rules(Walk):
     def look(self) -> None:
         self.in_order(self.rest_of_pass(step=True), ())
 
+    @property
+    def end(self) -> int:
+        """The gathers of this pass up to where it ends."""
+        return end_of_pass(self.plan, self.at, self.issued, self.training)
+
+    def rest_of_pass(self, step: bool = False) -> list[int]:
+        """The pass is over: the gathers that peers issue in it and this rank passed over.
+
+        Args:
+            step: so is the step, and what is held need not stay good.
+
+        Raises:
+            ScheduleError: a gather would write over a unit that was not released.
+        """
+        rest = list(range(self.issued, self.end))
+        over = None if step else self.overwritten(rest, self.good())
+        if over is not None:
+            self.refuse(*over)
+        rest = self.issue(rest)
+        if self.at or self.agreed:
+            self.next_pass()
+        return rest
+
+    def next_pass(self) -> None:
+        if self.training and (self.reduced or self.early or not self.round_done):  # what did not come will not any more
+            self.round_done = False
+            self.pass_over(len(self.plan.uses))
+        self.issued = self.at = 0
+        for some in (self.used, self.awaited, self.seen):
+            some.clear()
+        self.training = self.round_done = False
+
+    def close_if_over(self) -> None:
+        """This rank left something out of this pass, and comes to nothing more in it: peers wait for that before they
+        come to whatever follows."""
+        if self.awaited or self.held or self.phase or not (self.training and self.at > self.plan.last_open):
+            return  # or it is a program of several microbatches, and this was not the last
+        if self.reduced or self.early or self.issued < self.end:
+            self.close()
+
+    def close(self) -> None:
+        rest = self.rest_of_pass()
+        self.in_order(rest, self.take_due())
+
 
 _EVENTS: dict[str, Any] = {
-    "unshard": _Rules.unshard,
-    "release": _Rules.release,
+    "unshard": Walk.unshard,
+    "release": Walk.release,
     "reduce": lambda walk, unit: (walk.gradient(unit), walk.close_if_over()),
-    "reduce tree": _Rules.tree_gradient,
+    "reduce tree": Walk.tree_gradient,
     "empty": lambda walk, unit: (walk.empty(unit), walk.close_if_over()),
-    "empty tree": _Rules.tree_empty,
-    "skip": _Rules.skip,
-    "await": _Rules.expect,
-    "begin": _Rules.begin,
+    "empty tree": Walk.tree_empty,
+    "skip": Walk.skip,
+    "await": Walk.expect,
+    "begin": Walk.begin,
     "begin agreed": lambda walk: walk.begin(agreed=True),
-    "turn": _Rules.turn,
-    "end": _Rules.over,
-    "close": _Rules.close,
-    "round": _Rules.closed_round,
-    "finish": _Rules.finish,
+    "turn": Walk.turn,
+    "end": Walk.over,
+    "close": Walk.close,
+    "round": Walk.closed_round,
+    "finish": Walk.finish,
     "step": lambda walk: walk.finish(step=True),
-    "look": _Rules.look,
-    "peer gathers": _Rules.peer_gathers,
-    "peer reduces": _Rules.peer_reduces,
+    "look": Walk.look,
+    "peer gathers": Walk.peer_gathers,
+    "peer reduces": Walk.peer_reduces,
 }
 
 

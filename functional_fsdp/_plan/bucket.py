@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .._common.calls import provided
-from .._spec.codec import Codec, Form, Rows
+from .._spec.codec import Codec, Form
 from .._spec.placement import Placement
 
 ALIGN = 128  # elements
@@ -23,7 +23,7 @@ def aligned(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
-_whole_shape = provided("axes.whole_shape")
+rows_of, _whole_shape = provided("codecs.Rows"), provided("axes.whole_shape")
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Bucket:
         """The bucket as its weights are gathered: itself; with a codec for that, one of bytes that is cut alike."""
         if self.gather_codec is None:
             return self
-        rows = Rows(self.gather_codec)
+        rows = rows_of(self.gather_codec)
         leaves = []
         for leaf in self.leaves:
             form = Form(rows, leaf.shape, self.compute)
@@ -201,6 +201,11 @@ class Bucket:
         """Whether weights are gathered, or copied, for a use; else the state's own are lent. In debug mode what is
         released is poisoned, so what would be lent as it is stored is copied."""
         return bool(self.placement.weights) and (debug or not self.lent_as_stored)
+
+    @property
+    def nbytes_gathered(self) -> int:
+        """Bytes of the whole bucket in the dtype in which it is gathered."""
+        return self.gathered.numel * self.gather.itemsize
 
     @property
     def staged(self) -> int:

@@ -32,12 +32,12 @@ import torch
 from .._common.calls import provided
 from .._common.errors import SpecError
 from .._common.tree import PathIndex, Paths, bytes_text, table
-from .._spec.codec import Codec, Form, Rows
+from .._spec.codec import Codec, Form
 from .._spec.placement import Placement
 from .._spec.precision import LeafPrecision, Precision
 from .._spec.spec import Spec
 from .._spec.units import find_units, in_order_of_use, relative_keys
-from .bucket import ALIGN, STAGED, Bucket, Leaf, aligned
+from .bucket import ALIGN, STAGED, Bucket, Leaf, aligned, rows_of
 
 __all__ = ["ALIGN", "STAGED", "Bucket", "Layout", "Leaf", "LeafInfo", "Unit", "aligned", "plan_layout"]
 
@@ -172,18 +172,9 @@ class Layout:
                 size = sum(leaf.numel for leaf in bucket.leaves)
                 sizes = (bytes_text(bucket.nbytes(kind)) for kind in ("main", "weights"))
                 grads = bytes_text(bucket.nbytes("grads")) if bucket.trainable else "frozen"
-                rows.append(
-                    (
-                        bucket.name,
-                        len(bucket.leaves),
-                        size,
-                        bucket.numel - size,
-                        bucket.placement,
-                        "/".join(dtypes) + _codecs(bucket),
-                        *sizes,
-                        grads,
-                    )
-                )
+                kinds = "/".join(dtypes) + _codecs(bucket)
+                pad = bucket.numel - size
+                rows.append((bucket.name, len(bucket.leaves), size, pad, bucket.placement, kinds, *sizes, grads))
         sizes_of = ("main/rank", "weights/rank", "grads/rank")
         header = ("bucket", "leaves", "elements", "pad", "placement", "dtypes", *sizes_of)
         return table(header, rows) + self._said_of_units() + self._said_of_host()
@@ -432,7 +423,7 @@ def _bucket(
     for leaf in chosen:
         first.setdefault(leaf.label, len(first))
     cut = ALIGN if dtypes.codec is None else lcm(ALIGN, dtypes.codec.block)  # no block is of two leaves, or two slices
-    cut = cut if dtypes.gather_codec is None else lcm(cut, Rows(dtypes.gather_codec).width)  # and no row
+    cut = cut if dtypes.gather_codec is None else lcm(cut, rows_of(dtypes.gather_codec).width)  # and no row
     placed, at = [], 0
     for leaf in sorted(chosen, key=lambda leaf: first[leaf.label]):
         placed.append(replace(leaf, offset=at))

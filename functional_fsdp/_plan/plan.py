@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -423,10 +423,10 @@ def make_plan(
     found = program(layout, schedule)
     where = found.uses
     buckets = {name: [b for b in layout.by_name[name].buckets if b.gathers(schedule.debug)] for name in where}
-    sizes = {name: _total(buckets[name], _nbytes) for name in where}
+    sizes = {name: _total(buckets[name], "nbytes_gathered") for name in where}
     frozen = {}
     if schedule.keep == "frozen":
-        frozen = {name: _total([b for b in buckets[name] if not b.trainable], _nbytes) for name in where}
+        frozen = {name: _total([b for b in buckets[name] if not b.trainable], "nbytes_gathered") for name in where}
     kept = choose_kept(schedule, found, sizes, frozen)
     held = lives_of(schedule, found, sizes, kept)
 
@@ -435,17 +435,11 @@ def make_plan(
     long = [i for i, name in enumerate(gathered) if name in kept]
     packing = pack([sizes[name] for name in gathered], [lives[name] for name in gathered], long)
     address = dict(zip(gathered, packing.addresses, strict=True))
-    units = tuple(
-        PlannedUnit(
-            name,
-            at := address.get(name, 0),
-            sizes[name],
-            _parts(buckets[name], at, _nbytes),
-            tuple(where[name]),
-            lives[name],
-        )
-        for name in where
-    )
+    units = []
+    for name in where:
+        at = address.get(name, 0)
+        parts = _parts(buckets[name], at, "nbytes_gathered")
+        units.append(PlannedUnit(name, at, sizes[name], parts, tuple(where[name]), lives[name]))
     reductions, staging = _plan_reductions(layout, found, forward, slots)
     starts = {gather.first: gather.start for gathers in held.values() for gather in gathers}
     ends = {k: g.last for name in where for g in held[name] for k in where[name] if g.first <= k <= g.last}
@@ -457,30 +451,20 @@ def make_plan(
     ends_of = (("grads", Partial), ("main", Replicated))
     at_once = all(len({states_of(bucket, *end) for end in ends_of}) == 1 for bucket in layout.trainable.values())
     return Plan(
-        schedule, uses, units, reductions, packing.total, packing.bound, staging, packing.rule, at_once, forward, slots
+        schedule, uses, tuple(units), reductions, packing.total, packing.bound, staging, packing.rule, at_once,
+        forward, slots,
     )  # fmt: skip
 
 
-def _nbytes(bucket: Bucket) -> int:
-    """Bytes of the whole bucket in the dtype in which it is gathered."""
-    return bucket.gathered.numel * bucket.gather.itemsize
+def _total(buckets: Sequence[Bucket], size: str) -> int:
+    """Bytes of buckets in a row. size: "nbytes_gathered", "staged" or "received", as of `Bucket`."""
+    return sum(aligned(getattr(bucket, size), ALIGN) for bucket in buckets)
 
 
-def _staged(bucket: Bucket) -> int:
-    return bucket.staged
-
-
-def _received(bucket: Bucket) -> int:
-    return bucket.received
-
-
-def _total(buckets: Sequence[Bucket], size: Callable[[Bucket], int]) -> int:
-    return sum(aligned(size(bucket), ALIGN) for bucket in buckets)
-
-
-def _parts(buckets: Sequence[Bucket], address: int, size: Callable[[Bucket], int]) -> tuple[Extent, ...]:
-    offsets = accumulate((aligned(size(bucket), ALIGN) for bucket in buckets), initial=address)
-    return tuple(Extent(b.name, at, size(b)) for b, at in zip(buckets, offsets, strict=False))
+def _parts(buckets: Sequence[Bucket], address: int, size: str) -> tuple[Extent, ...]:
+    """Where each of them lies, from this address on."""
+    offsets = accumulate((aligned(getattr(bucket, size), ALIGN) for bucket in buckets), initial=address)
+    return tuple(Extent(b.name, at, getattr(b, size)) for b, at in zip(buckets, offsets, strict=False))
 
 
 def _plan_reductions(
@@ -488,7 +472,7 @@ def _plan_reductions(
 ) -> tuple[tuple[Reduction, ...], int]:
     """A reduction of every trainable unit wherever its gradient is complete, and their staging, in the wire's dtype."""
     trains = {name: [b for b in layout.by_name[name].buckets if b.trainable] for name in program.uses}
-    nbytes = {name: _total(buckets, _staged) for name, buckets in trains.items()}
+    nbytes = {name: _total(buckets, "staged") for name, buckets in trains.items()}
     due = [(name, k) for name, k in program.completed(forward) if nbytes[name]]
     until = [*(k for _, k in due[slots:]), *[len(program.order)] * slots]
     sizes = [nbytes[name] for name, _ in due]
@@ -496,8 +480,8 @@ def _plan_reductions(
     # bottom, odd ones at the top, and there is never a choice.
     packing = pack(sizes, [[(i, i + slots - 1)] for i in range(len(due))])
     placed = zip(due, until, packing.addresses, sizes, strict=False)
-    beside = {name: _total(buckets, _received) for name, buckets in trains.items()}
+    beside = {name: _total(buckets, "received") for name, buckets in trains.items()}
     return tuple(
-        Reduction(name, k, end, at, size, _parts(trains[name], at, _staged), beside[name])
+        Reduction(name, k, end, at, size, _parts(trains[name], at, "staged"), beside[name])
         for (name, k), end, at, size in placed
     ), packing.total

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,7 +30,7 @@ from .._common.calls import alone
 from .._common.device import checksum, host_memory
 from .._common.errors import SpecError, TreeError
 from .._common.torch_names import pytree
-from .._common.tree import match
+from .._common.tree import dotted, match
 from .._engine.gathers import resolve_transport
 from .._nn.packed_weight import PackedWeight
 from .._optim.optimizer import initial
@@ -43,10 +43,10 @@ from .._spec.spec import Spec
 from .._state.lineage import Version
 from .._state.shard import given, needs_spec, no_residual
 from .._state.state import State
-from .._storage.flat import FlatBuffer, LeafShard, gather_leaves, leaf_shards, leaves_of, nodes_of, whole_leaves
+from .._storage.flat import FlatBuffer, LeafShard, gather_leaves, leaf_shards, leaves_of, whole_leaves
 from .._storage.weights import no_scales, refresh, stored_as
 
-__all__ = ["Mover", "free_arena", "freeze", "leaf_infos", "moved", "redistribute", "unfreeze"]
+__all__ = ["Mover", "Node", "free_arena", "freeze", "leaf_infos", "moved", "nodes_of", "redistribute", "unfreeze"]
 
 
 @alone
@@ -526,4 +526,29 @@ def _trees(opt: Any) -> Trees:
     for node in nodes_of(opt):
         if isinstance(node.value, FlatBuffer):
             found.setdefault(node.path, {})[node.value.bucket.name] = node.value
+    return found
+
+
+class Node(NamedTuple):
+    """A FlatBuffer or a plain leaf of a State's field.
+
+    Attributes:
+        path: dotted; of a FlatBuffer under its bucket's name that of the tree which it belongs to, as "mean".
+    """
+
+    keys: tuple[Any, ...]
+    path: str
+    value: Any
+
+
+def nodes_of(tree: Any) -> list[Node]:
+    """The leaves of a tree, FlatBuffers whole."""
+    pairs, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, FlatBuffer))
+    found = []
+    for (keys, value), path in zip(pairs, dotted([keys for keys, _ in pairs]), strict=True):
+        some = tuple(keys)
+        if isinstance(value, FlatBuffer) and some and getattr(some[-1], "key", None) == value.bucket.name:
+            some = some[:-1]
+            path = dotted([some])[0] if some else ""
+        found.append(Node(some, path, value))
     return found

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from .._common.errors import SpecError
 from .._common.tree import PathIndex, bytes_text
@@ -104,13 +104,8 @@ class Schedule:
 
     def ordered(self, order: Sequence[str | Sequence[str]] | None) -> Schedule:
         """The same with this order: what a recorded schedule becomes after its first step."""
-        return self._but(order=order)
-
-    def _but(self, **changes: Any) -> Schedule:
-        now = {field.name: getattr(self, field.name) for field in fields(self)}
-        if not isinstance(self.prefetch, int):
-            now["prefetch"] = dict(self.prefetch)
-        return Schedule(**(now | changes))
+        depths = self.prefetch if isinstance(self.prefetch, int) else dict(self.prefetch)
+        return Schedule(order, depths, self.keep, self.debug, self.overlap_update)
 
     def __str__(self) -> str:
         order = "forward, then backward"

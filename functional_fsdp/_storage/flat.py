@@ -26,7 +26,7 @@ from .._common.device import host_memory, in_host_memory, make_room, zeros_as
 from .._common.errors import SpecError
 from .._common.torch_names import foreach_copy_, foreach_zero_, pytree, unflatten_dense_tensors
 from .._common.tracing import traced_as
-from .._common.tree import bytes_text, dotted, register, table
+from .._common.tree import bytes_text, register, table
 from .._plan.bucket import ALIGN, aligned
 from .._plan.layout import Bucket, Leaf
 from .._plan.route import Axis, How, Replicated, Sharded, States, route
@@ -269,31 +269,6 @@ def leaves_of(bucket: Bucket, whole: torch.Tensor) -> dict[str, torch.Tensor]:
     for leaf in bucket.empty:  # the one call forgets their shapes
         views[leaf.path] = whole.new_empty(leaf.shape)
     return views
-
-
-class Node(NamedTuple):
-    """A FlatBuffer or a plain leaf of a State's field.
-
-    Attributes:
-        path: dotted; of a FlatBuffer under its bucket's name that of the tree which it belongs to, as "mean".
-    """
-
-    keys: tuple[Any, ...]
-    path: str
-    value: Any
-
-
-def nodes_of(tree: Any) -> list[Node]:
-    """The leaves of a tree, FlatBuffers whole."""
-    pairs, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, FlatBuffer))
-    found = []
-    for (keys, value), path in zip(pairs, dotted([keys for keys, _ in pairs]), strict=True):
-        some = tuple(keys)
-        if isinstance(value, FlatBuffer) and some and getattr(some[-1], "key", None) == value.bucket.name:
-            some = some[:-1]
-            path = dotted([some])[0] if some else ""
-        found.append(Node(some, path, value))
-    return found
 
 
 class LeafShard(NamedTuple):

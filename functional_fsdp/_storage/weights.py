@@ -32,12 +32,12 @@ import torch
 
 from .._common.calls import provided
 from .._common.device import keeps_released
-from .._common.errors import SpecError
 from .._common.record import Collective
 from .._distributed.lanes import Mark, Steps
 from .._nn.packed_weight import PackedWeight
-from .._plan.layout import Bucket, Leaf, Unit
-from .._spec.codec import Form, Rows
+from .._plan.bucket import rows_of
+from .._plan.layout import Bucket, Unit
+from .._spec.codec import Form
 from .flat import FlatBuffer, leaves_of
 
 
@@ -171,16 +171,6 @@ def lent_leaves(bucket: Bucket, whole: torch.Tensor, scales: Mapping[str, torch.
 def unpacked_leaves(bucket: Bucket, views: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same leaves; those that are packed as a `PackedWeight` that has these bytes."""
     return views | {leaf.path: PackedWeight(views[leaf.path], leaf.form) for leaf in bucket.leaves if leaf.form}
-
-
-def refuse_packed(verb: str, leaf: Leaf) -> None:
-    """Raise the SpecError for a packed leaf, of which a verb's files know nothing."""
-    if leaf.form is not None:
-        raise SpecError(
-            f"{verb}: the leaf {leaf.path!r} is packed by {leaf.form.codec}, which these files do not have. Save a "
-            "checkpoint, fsdp.save; of an adapter its own leaves, fsdp.save_adapter; or unpack it first: "
-            f"redistribute(state, spec) with {{{leaf.path!r}: Precision(main={leaf.form.dtype})}}."
-        )
 
 
 def stored_as(value: torch.Tensor, form: Form | None) -> torch.Tensor:
@@ -393,7 +383,7 @@ def refresh(
             part = FlatBuffer(kept.local, kept.bucket, source.states, source.mesh)
             start, stop = (at - kept.span()[0] for at in part.span())
             part = part.but(kept.local[start:stop])
-            Rows(codec).pack_into(source.local, part.local)
+            rows_of(codec).pack_into(source.local, part.local)
             part.redistribute(kept.states, out=kept.local)
             continue
         own = own_part(source, kept)

@@ -19,7 +19,8 @@ from support.problems import mesh_and_placement
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._spec.codec import Form, Rows
+from functional_fsdp._spec.codec import Form
+from functional_fsdp.codecs.rows import Rows
 
 Result = tuple[list[float], dict[str, torch.Tensor]]
 CODECS = {"fp8_block": fsdp.fp8_block(), "mxfp8": fsdp.mxfp8(), "int8": fsdp.int8(64), "nf4": fsdp.nf4()}

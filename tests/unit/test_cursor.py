@@ -15,8 +15,8 @@ from support.tables import FULL
 
 import functional_fsdp as fsdp
 from functional_fsdp import Layout, Schedule, ScheduleError, Spec
-from functional_fsdp._plan.advance import Positions, advance, nominal
-from functional_fsdp._plan.cursor import Action, Cursor, numbers
+from functional_fsdp._plan.advance import Action, Positions, advance, nominal
+from functional_fsdp._plan.cursor import Cursor, numbers
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
 from functional_fsdp._plan.plan import ALIGN, Plan, make_plan
 
