@@ -79,6 +79,7 @@ from ._transports import peer_memory as _signals  # noqa: F401
 from ._transports.auto import symmetric
 from ._verbs.metrics import pmax, pmean, psum
 from ._verbs.verbs import finish_reductions, newest, reduce, release, step, unshard
+from .codecs import checks as _checks  # noqa: F401
 from .codecs import packed_reductions as _packed_reductions  # noqa: F401
 from .codecs import rows as _rows  # noqa: F401
 from .codecs.blocks import fp8_block, int8, mxfp8

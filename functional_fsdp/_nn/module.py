@@ -32,7 +32,7 @@ from .._common.torch_names import (
     reparametrize_module,
 )
 from .._common.tracing import refuse, tracing
-from .skeleton import Placeholder, aliases_of, changed, form_of, persistent, refuse_meta, skeleton_of, tied
+from .skeleton import Placeholder, aliases_of, changed, every_buffer, form_of, refuse_meta, skeleton_of, tied
 
 Slot = tuple[dict[str, Any], str]  # a dict of parameters or buffers, and a name in it
 
@@ -72,7 +72,7 @@ def refuse_lost(module: nn.Module, lost: list[Slot]) -> None:
     """Raise for buffers that cannot stay; but for caches, and where only shapes are asked for."""
     if not _transformed() and not tracing():
         return
-    for path, held, name in persistent(module):
+    for path, held, name in every_buffer(module, persistent=True):
         if any(held is place and name == key for place, key in lost):
             said = (
                 f"bind: the forward put another tensor in the place of the buffer {path!r}, under torch.func or where "

@@ -302,11 +302,6 @@ def _refuse(module: nn.Module) -> None:
                 )
 
 
-def persistent(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """(path, dict of buffers, name in it) of each buffer that a state dict has."""
-    return every_buffer(module, persistent=True)
-
-
 def every_buffer(module: nn.Module, persistent: bool = False) -> Iterator[tuple[str, dict[str, Any], str]]:
     """(path, dict of buffers, name in it) of each buffer of a module; or of those that a state dict has."""
     for path, part in module.named_modules():

@@ -356,12 +356,6 @@ def at(name: str, value: Any, label: str, count: torch.Tensor) -> Any:
     return found(count) if callable(found) else found
 
 
-def first_of(value: Any) -> float:
-    """What a number, a tensor or a function of the count is before the first step, found on the host."""
-    with torch.device("cpu"):
-        return float(value(torch.zeros((), dtype=torch.int64, device="cpu")) if callable(value) else value)
-
-
 def fixed(rules: R, names: Sequence[str], count: torch.Tensor, labels: Iterable[str]) -> R:
     """The same rules, where settings with these names have what their functions say of this count, by label."""
     found = copy.copy(rules)

@@ -34,14 +34,14 @@ from .._common.device import as_rate, being_captured, lies_on_host, zeros_as
 from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.torch_names import TorchDispatchMode
 from .._common.tracing import traced_as
-from .._optim.optimizer import Tree, UpdatesSome, at, by_label, check_settings, first_of, labels_in
+from .._optim.optimizer import Tree, UpdatesSome, at, by_label, check_settings, labels_in
 from .._plan.bucket import Bucket
 from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer, leaf_shards, no_counts
 from .probe import Kept, Known, State, driven, hand_over, learned, made, name_of, refuse, refuse_known, states_of
 from .prove import ORDER, Observed, Watch, numbers_like, observed
 from .together import AllLeaves
-from .whole import WholeLeaves
+from .whole import WholeLeaves, first_of
 
 __all__ = ["FromTorch", "Scout", "from_torch"]
 

@@ -29,7 +29,7 @@ from .._common.device import being_captured, zeros_as
 from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.torch_names import pytree
 from .._common.tracing import traced_as
-from .._optim.optimizer import Sender, Tree, UpdatesSome, at, by_label, check_settings, first_of, labels_in, portions
+from .._optim.optimizer import Sender, Tree, UpdatesSome, at, by_label, check_settings, labels_in, portions
 from .._plan.layout import Bucket, Leaf
 from .._runtime.given import Leaves
 from .._storage.flat import no_counts
@@ -37,7 +37,7 @@ from .owners import Given, Moves, Owners, Part, back, cut, find_owners, ordered,
 from .probe import hand_over, made, name_of
 from .prove import Work, beside, numbers_like, same
 
-__all__ = ["WholeLeaves"]
+__all__ = ["WholeLeaves", "first_of"]
 
 Trees = dict[str, Tree]
 FORM = "form"
@@ -45,6 +45,12 @@ PLAIN = (type(None), str, torch.dtype, torch.device, torch.Size)
 MOST = 64  # buffers for one tensor of a state
 FLOPS = 256  # that cost as much as an element that travels
 CHANGES = 6  # the step of a trial from which on a learning rate that is scheduled is another one
+
+
+def first_of(value: Any) -> float:
+    """What a number, a tensor or a function of the count is before the first step, found on the host."""
+    with torch.device("cpu"):
+        return float(value(torch.zeros((), dtype=torch.int64, device="cpu")) if callable(value) else value)
 
 
 class Slot(NamedTuple):

@@ -42,6 +42,7 @@ from .bucket import ALIGN, STAGED, Bucket, Leaf, aligned, rows_of
 __all__ = ["ALIGN", "STAGED", "Bucket", "Layout", "Leaf", "LeafInfo", "Unit", "aligned", "plan_layout"]
 
 _lie = provided("axes.lie")
+_refuse_gather, _refuse_wire = provided("codecs.refuse_gather"), provided("codecs.refuse_wire")
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,8 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
         kinds: dict[tuple[Any, ...], list[Leaf]] = {}
         for i, key in zip(members, keys, strict=True):
             placement, dtypes, trainable, label, some = kinds_of[i]
-            _refuse_gather(leaves[i], placement, dtypes)
+            if dtypes.gather is not dtypes.compute:
+                _refuse_gather(leaves[i], placement, dtypes)
             if dtypes.codec is not None and not trainable:
                 dtypes = dtypes._replace(codec=None, feedback=False, codec_axis="")
             if dtypes.codec is not None:
@@ -336,44 +338,6 @@ class Lies(NamedTuple):
 
 
 NOWHERE = Lies()  # where a model has no axes of its own
-
-
-def _refuse_gather(leaf: LeafInfo, placement: Placement, dtypes: LeafPrecision) -> None:
-    """What cannot be gathered in float8, or in a codec."""
-    if dtypes.gather is dtypes.compute:
-        return
-    said = f"Precision(gather={dtypes.gather_codec or dtypes.gather}) of the leaf {leaf.path!r}"
-    if dtypes.gather_codec is None and len(leaf.shape) != 2:
-        raise SpecError(
-            f"{said}, of shape {leaf.shape}: expected a matrix [n, m], of a linear that multiplies in float8. Name the "
-            f"weights of such linears only, or give this leaf a rule before that one, {{{leaf.path!r}: Precision()}}."
-        )
-    if placement.on_host:
-        raise SpecError(
-            f"{said}: its state lies in the host's memory ({placement}), through which scales cannot follow an update. "
-            'Use memory_kind="device" for it, or leave gather out.'
-        )
-
-
-def _refuse_wire(leaf: LeafInfo, placement: Placement, dtypes: LeafPrecision, spec: Spec) -> None:
-    """What does not send gradients in few bits."""
-    codec, axis = dtypes.codec, dtypes.codec_axis
-    if axis and axis not in placement.data:
-        raise SpecError(
-            f"Precision(wire={{{axis!r}: {codec}}}) of the leaf {leaf.path!r}: its gradients are reduced along "
-            f"{', '.join(map(repr, placement.data)) or 'no axis'}. Name one of these, or leave wire out for this leaf."
-        )
-    second = bool(axis) and prod(spec.axes[one] for one in placement.hops[: placement.hops.index(axis)]) > 1
-    if spec.transport.name != "collective" and not (second and spec.transport.exact):
-        raise SpecError(
-            f"Precision(wire={codec}) of the leaf {leaf.path!r}: the transport {spec.transport.name!r} does not move "
-            "packed gradients. Use Spec(transport='collective')."
-        )
-    if placement.on_host:
-        raise SpecError(
-            f"Precision(wire={codec}) of the leaf {leaf.path!r}: its state lies in the host's memory ({placement}), "
-            'and what is left of packing would not. Use memory_kind="device" for it, or another wire.'
-        )
 
 
 def _bucket_names(unit: str, count: int, taken: set[str]) -> list[str]:

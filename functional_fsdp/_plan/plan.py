@@ -357,16 +357,6 @@ class Plan:
         """The units whose bytes are live during a use: gathered, or being gathered."""
         return tuple(u.name for u in self.units if any(first <= use <= last for first, last in u.lives))
 
-    @cached_property
-    def live_bytes(self) -> tuple[int, ...]:
-        """Bytes of the units that are live, during each use."""
-        changes = [0] * (len(self.uses) + 1)
-        for unit in self.units:
-            for first, last in unit.lives:
-                changes[first] += unit.nbytes
-                changes[last + 1] -= unit.nbytes
-        return tuple(accumulate(changes[:-1]))
-
     def __repr__(self) -> str:
         reduces = Counter(reduction.unit for reduction in self.reductions)
         rows = []

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._common.calls import provided
 from .._common.errors import SpecError
 from .codec import Codec
 
+_check_codecs = provided("codecs.check_precision")
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 FLOAT8S = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -24,7 +26,7 @@ def _name(dtype: torch.dtype | None) -> str:
     return "-" if dtype is None else str(dtype).removeprefix("torch.")
 
 
-class _Along(NamedTuple):
+class WireAlong(NamedTuple):
     """A codec for what travels along one axis of the mesh."""
 
     axis: str
@@ -137,11 +139,10 @@ class Precision:
             if callable(made):  # as fsdp.nf4, without brackets
                 object.__setattr__(self, kind, made())
         if isinstance(self.wire, Mapping):
-            object.__setattr__(self, "wire", _Along(*self._along(self.wire)))
-        self._check_wire()
+            object.__setattr__(self, "wire", WireAlong(*self._along(self.wire)))
         for kind in ("main", "compute", "grads", "wire"):
             dtype = getattr(self, kind)
-            if kind in ("main", "wire") and isinstance(dtype, Codec | _Along):
+            if kind in ("main", "wire") and isinstance(dtype, Codec | WireAlong):
                 continue
             if dtype is torch.float16:
                 raise SpecError(
@@ -150,7 +151,8 @@ class Precision:
                 )
             if dtype is not None and dtype not in FLOATS:
                 raise SpecError(f"Precision({kind}={dtype}): expected one of {', '.join(map(str, FLOATS))} or None.")
-        self._check_gather()
+        if self.gather is not None or self.feedback is not False or isinstance(self.wire, Codec | WireAlong):
+            _check_codecs(self)
         if self.sum not in ("auto", "native", "fp32"):
             raise SpecError(f"Precision(sum={self.sum!r}): expected 'auto', 'native' or 'fp32'.")
         if not isinstance(self.inputs, bool):
@@ -161,21 +163,6 @@ class Precision:
             raise SpecError(
                 f"Precision(main={self.main}) is of frozen leaves, whose bytes are gathered as they are: they have no "
                 f"gradients. Leave gather={self.gather} and grads={self.grads} out."
-            )
-
-    def _check_gather(self) -> None:
-        """Refuse what cannot be gathered."""
-        if isinstance(self.gather, Codec):
-            if not self.gather.block:
-                raise SpecError(
-                    f"Precision(gather={self.gather}): it packs all of a tensor at once, and each rank has a part. "
-                    "Give a codec with blocks, as fsdp.mxfp8 or fsdp.fp8_block."
-                )
-        elif self.gather is not None and self.gather not in FLOAT8S and self.gather is not self.compute:
-            raise SpecError(
-                f"Precision(gather={self.gather}, compute={self.compute}): expected one of "
-                f"{', '.join(map(str, FLOAT8S))}; or a codec with blocks, as fsdp.mxfp8; or the dtype of compute, "
-                "named there, too; or None: then gathers cast main weights to the dtype of compute."
             )
 
     @staticmethod
@@ -189,29 +176,6 @@ class Precision:
             )
         return each[0]
 
-    def _check_wire(self) -> None:
-        """Refuse what cannot travel in few bits."""
-        if not isinstance(self.feedback, bool):
-            raise SpecError(f"Precision(feedback={self.feedback!r}): expected True or False.")
-        codec = self.wire.codec if isinstance(self.wire, _Along) else self.wire
-        if not isinstance(codec, Codec):
-            if self.feedback:
-                raise SpecError(
-                    f"Precision(wire={self.wire}, feedback=True): feedback is of wires in a codec, whose errors it "
-                    "keeps for the next step. Give one, as wire=fsdp.fp8_block, or leave feedback out."
-                )
-            return
-        if not codec.block:
-            raise SpecError(
-                f"Precision(wire={self.wire}): it packs all of a tensor at once, and ranks are sent parts. Give a "
-                "codec with blocks, as fsdp.fp8_block or fsdp.int8(64)."
-            )
-        if self.sum == "native" and isinstance(self.wire, Codec):
-            raise SpecError(
-                f"Precision(wire={self.wire}, sum='native'): backends do not add up packed numbers. Leave sum out: "
-                "they are added up in float32, in the order of ranks."
-            )
-
     def resolve(self, leaf: torch.dtype, exact: bool = False) -> LeafPrecision:
         """The dtypes of a leaf whose own dtype is `leaf`; nothing is left to be decided."""
         if not leaf.is_floating_point:
@@ -221,7 +185,7 @@ class Precision:
         own = _dtype(self.main)
         main = own or torch.promote_types(leaf, torch.float32)
         compute = self.compute or own or leaf
-        axis, codec = self.wire if isinstance(self.wire, _Along) else ("", self.wire)
+        axis, codec = self.wire if isinstance(self.wire, WireAlong) else ("", self.wire)
         codec = codec if isinstance(codec, Codec) else None
         wire = _dtype(self.wire) or compute
         if codec is not None and wire is torch.float64:

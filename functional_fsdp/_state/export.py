@@ -14,7 +14,7 @@ from .._common.errors import ScheduleError, TreeError
 from .._common.torch_names import pytree
 from .._common.tree import flatten
 from .._nn.module import Bound, filled
-from .._nn.skeleton import aliases_of, every_buffer, persistent
+from .._nn.skeleton import aliases_of, every_buffer
 from .._plan.route import Partial, Replicated
 from .._runtime.runtime import runtime_of
 from .._storage.flat import FlatBuffer, leaf_shards, whole_leaves
@@ -109,7 +109,7 @@ def buffers(module: nn.Module, *, every: bool = False) -> dict[str, torch.Tensor
         every: those that are not persistent, too: what a forward makes of them then comes back in the new state, each
             rank's own, and is in checkpoints. For running counts; masks and tables would be copied in each forward.
     """
-    return {path: held[name] for path, held, name in (every_buffer if every else persistent)(module)}
+    return {path: held[name] for path, held, name in every_buffer(module, persistent=not every)}
 
 
 @alone

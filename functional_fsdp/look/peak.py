@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from .._common.tree import bytes_text, table
@@ -99,6 +100,7 @@ def find_peak(
     sizes = {reduction.unit: reduction for reduction in plan.reductions}
     slots = 1 if gpu and not plan.received else REDUCTIONS_AT_ONCE
     comes_and_goes = gpu and not keeps_memory and plan.rule == "two sides"
+    live = _live_bytes(plan)
     before: list[str] = []  # units whose gradients are complete, newest last
     made = 0  # bytes of their main gradients
     found: list[tuple[int, dict[str, int], str]] = []
@@ -106,7 +108,7 @@ def find_peak(
         busy = [sizes[name] for name in before[-slots:] if name in sizes]
         parts = {
             **state,
-            "arena": plan.live_bytes[sizes[unit].use if unit in sizes else -1] if comes_and_goes else plan.arena,
+            "arena": live[sizes[unit].use if unit in sizes else -1] if comes_and_goes else plan.arena,
             "staging": plan.staging if keeps_memory else sum(one.nbytes for one in busy),
             "sums": sum(one.received for one in busy),
             "main gradients": made,
@@ -120,3 +122,13 @@ def find_peak(
     _, parts, where = max(found, key=lambda one: one[0])
     stays = frozenset(state) | (frozenset(("arena", "staging")) if keeps_memory else frozenset())
     return StepMemory({name: n for name, n in parts.items() if n}, stays, host, moved, where, tuple(stretches))
+
+
+def _live_bytes(plan: Plan) -> tuple[int, ...]:
+    """Bytes of the units that are live, during each use."""
+    changes = [0] * (len(plan.uses) + 1)
+    for unit in plan.units:
+        for first, last in unit.lives:
+            changes[first] += unit.nbytes
+            changes[last + 1] -= unit.nbytes
+    return tuple(accumulate(changes[:-1]))
