@@ -15,9 +15,9 @@ import torch.nn as nn
 import functional_fsdp as fsdp
 from functional_fsdp import SpecError, TreeError, launch
 from functional_fsdp import transforms as T
+from functional_fsdp._redistribute import replace as _replace
 from functional_fsdp._state import init as _init
 from functional_fsdp._state import shard as _shard
-from functional_fsdp._verbs import replace as _replace
 
 Tree = dict[str, torch.Tensor]
 
