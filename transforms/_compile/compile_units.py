@@ -199,7 +199,7 @@ class Compiled:
         return f"the module {self.path!r} ({self.cls.__name__})" if self.path else f"the module {self.cls.__name__}"
 
     def module(
-        self, cls: type[nn.Module], function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+        self, cls: type[nn.Module], function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
     ) -> Any:
         """`function(module, *args, **kwargs)`, compiled: `cls.__call__` or `cls.forward`. Its weights are in it."""
         if tracing_now() or _transformed(self):  # a graph is made of all there is
@@ -303,7 +303,7 @@ def called(cls: type[nn.Module], module: nn.Module, /, *args: Any, **kwargs: Any
     """`cls.__call__(module, ...)`, compiled where that is to be so within what recomputes or moves."""
     within = vars(module).get("_within")
     if within is not None and within.cls is cls:
-        return within.module(cls, cls.__call__, module, args, kwargs)
+        return within.module(cls, cls.__call__, module, *args, **kwargs)
     return cls.__call__(module, *args, **kwargs)
 
 
@@ -347,7 +347,7 @@ def _compiled(cls: type[nn.Module]) -> type[nn.Module]:
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return cls.__call__(self, *args, **kwargs)
-            return self._compiled.module(cls, cls.__call__, self, args, kwargs)
+            return self._compiled.module(cls, cls.__call__, self, *args, **kwargs)
 
         body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         _COMPILED[cls] = type(cls.__name__, (cls,), body)
