@@ -106,6 +106,13 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl  # of a cl
 make_wrapper: Any = torch.Tensor._make_wrapper_subclass  # a tensor without bytes of its own
 
 
+def base_of(t: torch.Tensor) -> torch.Tensor:
+    """The tensor that lies under all levels of torch.func's, whose bytes a tensor of theirs has."""
+    while is_wrapped(t):
+        t = unwrapped(t)
+    return t
+
+
 def top_saved_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
     """The innermost saved_tensors_hooks that is under way: (pack, unpack)."""
     found: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = C._autograd._top_saved_tensors_default_hooks(True)

@@ -31,7 +31,7 @@ import torch
 
 from .._common.calls import outside_inference
 from .._common.device import default_generator
-from .._common.torch_names import pytree
+from .._common.torch_names import base_of, pytree
 from .._nn.packed_weight import PackedWeight
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
@@ -65,7 +65,7 @@ def digest(tensor: torch.Tensor, start: int = 0, rows: bool = False) -> Digest:
     >>> bool(whole[0] == a[0] + b[0]), float(whole[1][0])
     (True, 204.0)
     """
-    x = tensor.detach()
+    x = base_of(tensor).detach()  # of all samples, within a vmap
     if x.is_nested:
         x, rows = torch.cat([part.reshape(-1) for part in x.unbind()] or [x.new_empty(0)]), False
     if x.is_quantized:

@@ -174,11 +174,7 @@ def order_of(unit_modules: list[UnitModule], layout: Layout) -> tuple[str | tupl
 PLAIN = (torch.Tensor, str, int, float, type(None))
 
 
-def base_of(t: torch.Tensor) -> torch.Tensor:
-    """The tensor that lies under all levels of torch.func's, whose bytes a tensor of theirs has."""
-    while torch_private.is_wrapped(t):
-        t = torch_private.unwrapped(t)
-    return t
+base_of = torch_private.base_of
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
