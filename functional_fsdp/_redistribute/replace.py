@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from .._common.calls import ordinary, provided, verb
+from .._axes.cuts import cut_of
+from .._common.calls import ordinary, verb
 from .._common.device import checksum, clone_as, empty_as
 from .._common.errors import ScheduleError, TreeError
 from .._common.torch_names import pytree
@@ -33,7 +34,6 @@ from .._storage.flat import FlatBuffer, leaf_shards, zeros
 from .._storage.weights import refresh, stored_as
 from .._verbs.verbs import finish_reductions
 
-_cut_of = provided("axes.cut_of")
 Values = dict[str, torch.Tensor]
 
 
@@ -136,7 +136,7 @@ def _fill(state: State, params: Any, main: dict[str, FlatBuffer]) -> Values | No
                 values[leaf.path] = stored_as(packed, leaf.form)
             value = _fitting(leaf, buffer.bucket, values[leaf.path], n)
             if tuple(value.shape) == _given_shape(leaf):
-                mine = _cut_of(value.detach(), leaf.cuts, at) if leaf.cuts and n else value.detach()
+                mine = cut_of(value.detach(), leaf.cuts, at) if leaf.cuts and n else value.detach()
                 value = mine.reshape(-1)[first : first + n] if n else value.new_empty(0)
             else:
                 is_whole = False

@@ -241,12 +241,12 @@ CASES: dict[str, tuple[Case, type[Exception], str]] = {
     "dropout, sample by sample": (
         lambda: per_sample(drop(), torch.randn(3, 4)),
         fsdp.TreeError,
-        r"per_sample_norms: the stage '2' draws random numbers \(dropout\).*model\.eval\(\)",
+        r"per_sample_norms: loss_fn draws random numbers \(dropout\).*model\.eval\(\)",
     ),
     "an LSTM, sample by sample": (
         lambda: per_sample(nn.Sequential(nn.Linear(4, 4), Recurrent(4, 4)), torch.randn(3, 2, 4)),
         fsdp.TreeError,
-        r"the stage '1' uses an operation that torch's vmap cannot run.*nn\.LSTM",
+        r"per_sample_norms: the module '1' uses an operation that torch's vmap cannot run.*nn\.LSTM",
     ),
     "a float32 buffer": (
         lambda: mixed(lambda model: T.forward_backward(model, mean_square)),
