@@ -12,6 +12,7 @@ refuses what DeepSpeed and Lightning keep beside them.
 
 from __future__ import annotations
 
+import errno
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -378,7 +379,9 @@ def _legacy(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever an unpickler meets
-        if isinstance(error, OSError) and error.filename:
+        if (
+            isinstance(error, OSError) and error.errno != errno.EINVAL
+        ):  # which a place within the file that is none gives
             raise
         raise CheckpointError(
             f"{path} is no file of torch.save, or it is damaged, or wants something to be run: {_said(error)}."
