@@ -379,9 +379,7 @@ def _legacy(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever an unpickler meets
-        if (
-            isinstance(error, OSError) and error.errno != errno.EINVAL
-        ):  # which a place within the file that is none gives
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a place that a file has not gives EINVAL
             raise
         raise CheckpointError(
             f"{path} is no file of torch.save, or it is damaged, or wants something to be run: {_said(error)}."

@@ -58,6 +58,10 @@ class Actor:
                 if self.unclear:
                     raise Refused(error) from error
                 raise
+            except Wrong as wrong:
+                if not self.unclear or op["op"] == "step":
+                    raise
+                self.unvoted = wrong  # only `step` compares what ranks issued
             yield
 
     # ---- gradients
@@ -177,12 +181,7 @@ class Actor:
 
     def do_finish(self, op: Op) -> None:
         self.middle = fsdp.finish_reductions(self.now)
-        try:
-            self._check_grads(self.middle)
-        except Wrong as wrong:
-            if not self.unclear:
-                raise
-            self.unvoted = wrong  # only `step` compares what ranks issued
+        self._check_grads(self.middle)
 
     def _check_grads(self, state: fsdp.State) -> None:
         for buffer in state.grads.values():
