@@ -102,9 +102,9 @@ def test_a_module_at_several_paths(shared: str, way: str) -> None:
             fsdp.LaunchError,
             match=r"'blocks\.1' \(Block\) is compiled and holds a part that is gathered alone: 'extra'",
         ):
-            launch(trained, (shared, way), nprocs=2, processes=way == "compiled")
+            launch(trained, (shared, way), nprocs=2, processes=way != "eager")
         return
-    for worst in launch(trained, (shared, way), nprocs=2, processes=way == "compiled"):
+    for worst in launch(trained, (shared, way), nprocs=2, processes=way != "eager"):
         assert worst < 1e-12
 
 
