@@ -122,7 +122,7 @@ def stream_to(
     Memory: a unit, whole; a second time what `convert` puts together.
 
     Raises:
-        as `stream`, and what `put` raises.
+        Exception: as `stream`, and what `put` raises.
 
     Collective: as `stream`, all of it in this call.
 
