@@ -39,7 +39,7 @@ from .._plan.bucket import Bucket
 from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer, leaf_shards, no_counts
 from .probe import Kept, Known, State, driven, hand_over, learned, made, name_of, refuse, refuse_known, states_of
-from .prove import ORDER, Observed, Watch, numbers_like, observed
+from .prove import HOST_READS, ORDER, Observed, Watch, numbers_like, observed
 from .together import AllLeaves
 from .whole import WholeLeaves, first_of
 
@@ -47,7 +47,6 @@ __all__ = ["FromTorch", "Scout", "from_torch"]
 
 SIZE = 6
 EVERY = 16
-READS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal")  # values that Python sees
 Sequences = set[tuple[str, ...]]
 
 
@@ -59,7 +58,7 @@ class Names(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._schema.name)
+        self.names.append(func._schema.name.removeprefix("aten::"))
         return func(*args, **(kwargs or {}))
 
 
@@ -115,7 +114,7 @@ class Scout:
             self._step(known, options, like, chosen, lr, names)
             proved = self.proved.setdefault(place, set())
             if (sequence := tuple(names.names)) in proved:
-                if not any(one.python or one.host for one in known.kept.values()) and not {*READS} & {*sequence}:
+                if not any(one.python or one.host for one in known.kept.values()) and HOST_READS.isdisjoint(sequence):
                     self.blind[place] = rate, len(states)
                 return
             watch = Watch([SIZE] * len(chosen))

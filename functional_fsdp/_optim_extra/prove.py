@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from .._common.torch_names import TorchDispatchMode, pytree
 
-__all__ = ["ORDER", "Finding", "Observed", "Watch", "Work", "beside", "numbers_like", "observed", "same"]
+__all__ = ["HOST_READS", "ORDER", "Finding", "Observed", "Watch", "Work", "beside", "numbers_like", "observed", "same"]
 
 ORDER = ("elementwise", "leaf", "all", "random")
 SHAPES = ((6, 8), (4, 3, 2, 2), (7,), (64, 72), (16, 24), (1, 5))
@@ -37,6 +37,7 @@ FILLED = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full",
           "new_empty_strided"}  # fmt: skip
 FUSED = {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}
 ACROSS = {"norm", "max", "powsum"}  # `_foreach_` operations of these names reduce each tensor
+HOST_READS = {"_local_scalar_dense", "equal", "is_nonzero", "item"}  # by these Python sees values
 READS = {
     "shape": "the shape", "ndim": "the number of dims", "size": "the size", "dim": "the number of dims",
     "numel": "the number of elements", "nelement": "the number of elements", "__len__": "the length",
@@ -151,7 +152,7 @@ class Watch(TorchDispatchMode):
             if name in FILLED or name in KEPT_IN_ORDER:
                 self.uniform |= {t.untyped_storage()._cdata for t in outs if all(self._is_uniform(one) for one in ins)}
             return
-        if name == "_local_scalar_dense" or name in ("equal", "is_nonzero"):
+        if name in HOST_READS:
             self.reads = True
             self.note("leaf", f"Python reads a value computed from a {self._kind(leaves)}")
             return

@@ -29,6 +29,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 
 from . import interrupts, trained
+from .forks import fork
 from .verdict import SCALE, Verdict, documented
 
 __all__ = ["ALONE", "draw", "play", "smaller"]
@@ -72,22 +73,10 @@ def smaller(case: Case) -> list[Case]:
 # ---------------------------------------------------------------- ranks that are forked here
 
 
-def _fork(work: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        work()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(0)
-
-
 def _ranks(case: Case, folder: str) -> Verdict:
     port = _free_port() if case["store"] == "tcp" else 0
     world, victim = case["world"], case["victim"]
-    pids = [_fork(lambda r=rank: _rank(case, r, folder, port)) for rank in range(world)]  # type: ignore[misc]
+    pids = [fork(lambda r=rank: _rank(case, r, folder, port)) for rank in range(world)]  # type: ignore[misc]
     ends: dict[int, tuple[int, float]] = {}
     limit = time.monotonic() + 45 * SCALE
     while len(ends) < world and time.monotonic() < limit:
@@ -377,7 +366,7 @@ def _parent(case: Case, folder: str) -> Verdict:
         finally:
             os._exit(1)
 
-    pid = _fork(caller)
+    pid = fork(caller)
     deadline = time.monotonic() + 15 * SCALE
     while len(_pids(case, folder)) < case["world"] and time.monotonic() < deadline:
         time.sleep(0.01)
