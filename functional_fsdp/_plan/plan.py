@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -413,10 +413,10 @@ def make_plan(
     found = program(layout, schedule)
     where = found.uses
     buckets = {name: [b for b in layout.by_name[name].buckets if b.gathers(schedule.debug)] for name in where}
-    sizes = {name: _total(buckets[name], "nbytes_gathered") for name in where}
+    sizes = {name: _total(b.nbytes_gathered for b in buckets[name]) for name in where}
     frozen = {}
     if schedule.keep == "frozen":
-        frozen = {name: _total([b for b in buckets[name] if not b.trainable], "nbytes_gathered") for name in where}
+        frozen = {name: _total(b.nbytes_gathered for b in buckets[name] if not b.trainable) for name in where}
     kept = choose_kept(schedule, found, sizes, frozen)
     held = lives_of(schedule, found, sizes, kept)
 
@@ -428,7 +428,7 @@ def make_plan(
     units = []
     for name in where:
         at = address.get(name, 0)
-        parts = _parts(buckets[name], at, "nbytes_gathered")
+        parts = _parts(buckets[name], at, [b.nbytes_gathered for b in buckets[name]])
         units.append(PlannedUnit(name, at, sizes[name], parts, tuple(where[name]), lives[name]))
     reductions, staging = _plan_reductions(layout, found, forward, slots)
     starts = {gather.first: gather.start for gathers in held.values() for gather in gathers}
@@ -446,15 +446,15 @@ def make_plan(
     )  # fmt: skip
 
 
-def _total(buckets: Sequence[Bucket], size: str) -> int:
-    """Bytes of buckets in a row. size: "nbytes_gathered", "staged" or "received", as of `Bucket`."""
-    return sum(aligned(getattr(bucket, size), ALIGN) for bucket in buckets)
+def _total(sizes: Iterable[int]) -> int:
+    """Bytes of buckets of these sizes in a row."""
+    return sum(aligned(size, ALIGN) for size in sizes)
 
 
-def _parts(buckets: Sequence[Bucket], address: int, size: str) -> tuple[Extent, ...]:
+def _parts(buckets: Sequence[Bucket], address: int, sizes: Sequence[int]) -> tuple[Extent, ...]:
     """Where each of them lies, from this address on."""
-    offsets = accumulate((aligned(getattr(bucket, size), ALIGN) for bucket in buckets), initial=address)
-    return tuple(Extent(b.name, at, getattr(b, size)) for b, at in zip(buckets, offsets, strict=False))
+    offsets = accumulate((aligned(size, ALIGN) for size in sizes), initial=address)
+    return tuple(Extent(b.name, at, size) for b, at, size in zip(buckets, offsets, sizes, strict=False))
 
 
 def _plan_reductions(
@@ -462,7 +462,7 @@ def _plan_reductions(
 ) -> tuple[tuple[Reduction, ...], int]:
     """A reduction of every trainable unit wherever its gradient is complete, and their staging, in the wire's dtype."""
     trains = {name: [b for b in layout.by_name[name].buckets if b.trainable] for name in program.uses}
-    nbytes = {name: _total(buckets, "staged") for name, buckets in trains.items()}
+    nbytes = {name: _total(b.staged for b in buckets) for name, buckets in trains.items()}
     due = [(name, k) for name, k in program.completed(forward) if nbytes[name]]
     until = [*(k for _, k in due[slots:]), *[len(program.order)] * slots]
     sizes = [nbytes[name] for name, _ in due]
@@ -470,8 +470,8 @@ def _plan_reductions(
     # bottom, odd ones at the top, and there is never a choice.
     packing = pack(sizes, [[(i, i + slots - 1)] for i in range(len(due))])
     placed = zip(due, until, packing.addresses, sizes, strict=False)
-    beside = {name: _total(buckets, "received") for name, buckets in trains.items()}
+    beside = {name: _total(b.received for b in buckets) for name, buckets in trains.items()}
     return tuple(
-        Reduction(name, k, end, at, size, _parts(trains[name], at, "staged"), beside[name])
+        Reduction(name, k, end, at, size, _parts(trains[name], at, [b.staged for b in trains[name]]), beside[name])
         for (name, k), end, at, size in placed
     ), packing.total
