@@ -35,8 +35,6 @@ from functional_fsdp import Layout, PackedWeight, Spec, SpecError, State
 from functional_fsdp._seams import changed, objects, refuse_meta, spoilt, torch_private
 from functional_fsdp.extend import all_reduce, bytes_of, every_buffer, lineage_of, ranks_of
 
-from .._modules.unit_modules import base_of
-
 __all__ = [
     "Buffers", "Rule", "WriteWatch", "changed", "clear", "place", "shared_axes", "spoilt", "version", "written",
 ]  # fmt: skip
@@ -252,11 +250,11 @@ class Buffers:
         for path, t in changed.items():
             if t is None:
                 raise SpecError(f"the forward removed the buffer {path!r}, which is in the state. Fill it with zeros.")
-            if torch_private.is_wrapped(t) and base_of(t).shape != self.lent[path].shape:
+            if torch_private.is_wrapped(t) and torch_private.base_of(t).shape != self.lent[path].shape:
                 raise SpecError(
                     f"the forward assigned the buffer {path!r} inside of vmap, and it is another one for each sample: "
-                    f"{[*base_of(t).shape]} in the place of {[*self.lent[path].shape]}. A state has one of each. Put "
-                    "the module in evaluation mode, or have it keep such a buffer as it is."
+                    f"{[*torch_private.base_of(t).shape]} in the place of {[*self.lent[path].shape]}. A state has one "
+                    "of each. Put the module in evaluation mode, or have it keep such a buffer as it is."
                 )
             looks = path in self.aliases and (path not in self.rode or _averaged(t) or self.told(t, path))
             if looks and self.other(t, path):

@@ -27,7 +27,7 @@ from functional_fsdp.extend import Session, lineage_of, refuse, skeleton_of
 
 from .._compile.compile_units import Compiler, Options, refuse_around
 from .._compile.startup import waiting
-from .._modules.unit_modules import Leaf, base_of, each_once, find_unit_modules, leaves_of, order_of, slots_of
+from .._modules.unit_modules import Leaf, each_once, find_unit_modules, leaves_of, order_of, slots_of
 from .._uses import USES
 from .buffers import changed, clear, spoilt
 from .levels import Visit, outside_levels
@@ -409,7 +409,7 @@ class Driver:
         """Look back at this copy in the end: views of it may be changed."""
         if torch_private.func_interpreter() is not None:
             with outside_levels():
-                return self.note(path, base_of(copied))
+                return self.note(path, torch_private.base_of(copied))
         if not copied.is_inference():
             probe = copied.detach()  # has the same version counter, and below no memory
             probe.data = probe.new_empty(0)

@@ -30,7 +30,7 @@ from functional_fsdp import FlatBuffer, ScheduleError, State, TreeError
 from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import Session, alone, lineage_of, separate_gradients
 
-from .._modules.unit_modules import Leaf, base_of
+from .._modules.unit_modules import Leaf
 from ..norms import Buffers, check_tree
 from .apply import apply
 from .driver import eager_only
@@ -202,7 +202,7 @@ class Tangents:
             t = torch_private.unwrapped(t)
         with at_level(self.level), torch_private.forward_ad._set_fwd_grad_enabled(True):
             both = torch_private.forward_ad.unpack_dual(t)
-        bases = [base_of(t) for t in both if t is not None]
+        bases = [torch_private.base_of(t) for t in both if t is not None]
         dense = [t for t in bases if t.layout is torch.strided and not t._is_zerotensor()]
         places = {t.untyped_storage()._cdata for t in dense}
         return any(not places.isdisjoint(unit.places) for unit in self.units.values())
@@ -363,7 +363,7 @@ class Moved(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, use: None, which: None, *tangents: torch.Tensor | None) -> Any:
         for i, t in zip(ctx.which, tangents, strict=True):
-            if t is not None and not (base := base_of(t))._is_zerotensor():
+            if t is not None and not (base := torch_private.base_of(t))._is_zerotensor():
                 ctx.use.moved[i] = base
         return torch.zeros((), device="cpu")
 

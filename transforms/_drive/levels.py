@@ -22,7 +22,7 @@ import torch
 from functional_fsdp import PackedWeight, ScheduleError
 from functional_fsdp._seams import torch_private
 
-from .._modules.unit_modules import Leaf, base_of, map_tensors
+from .._modules.unit_modules import Leaf, map_tensors
 from .placeholders import WeightPlaceholder
 from .unit_uses import Gradients, UnitUse, no_output, refuse_second_order
 
@@ -178,7 +178,7 @@ class Given:
 
     def __init__(self, t: torch.Tensor) -> None:
         self.came = self.went = t
-        self.base = base_of(t)
+        self.base = torch_private.base_of(t)
         self.version = self.version_now
 
     @property
@@ -241,7 +241,7 @@ def leave(visit: Visit | None, unit_call: Any, storages: list[int], given: list[
             return same[id(t)]
         if type(t) is WeightPlaceholder:
             t = t.value()
-        base = base_of(t)
+        base = torch_private.base_of(t)
         lent = base.untyped_storage()._cdata in storages if base.layout is torch.strided else False
         if lent or isinstance(t, PackedWeight) or (driver.lifted and driver.lent(t)):
             t = t.clone()
@@ -253,7 +253,7 @@ def leave(visit: Visit | None, unit_call: Any, storages: list[int], given: list[
     if visit is None or not found:
         return out
     passed: list[Any] = visit.exit(found)
-    bases = [base_of(t) for t in passed]
+    bases = [torch_private.base_of(t) for t in passed]
     places = [t.untyped_storage()._cdata for t in bases]
     theirs = {one.base.untyped_storage()._cdata for one in given}
     if len({*places}) < len(places) or not theirs.isdisjoint(places):

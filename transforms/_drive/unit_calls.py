@@ -20,7 +20,7 @@ from functional_fsdp import PackedWeight, ScheduleError
 from functional_fsdp._seams import local_part, ranges, torch_private
 
 from .._compile.compile_units import Compiled, Compiler, own_class
-from .._modules.unit_modules import Leaf, UnitModule, base_of, map_tensors
+from .._modules.unit_modules import Leaf, UnitModule, map_tensors
 from . import levels
 from .buffers import WriteWatch, changed, clear, place, version
 from .placeholders import WeightPlaceholder, cast_inputs, dtypes_of, note_module, refuse_buffers, refuse_dtypes
@@ -159,7 +159,7 @@ class UnitCall:
     def watch(self, function: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """`run`, looking at each operation, and at what the backward reads of weights."""
         with levels.outside_levels():
-            tensors = [*map(local_part, map(base_of, tensors))]
+            tensors = [*map(local_part, map(torch_private.base_of, tensors))]
             before = [(t, t.detach()) for t in tensors]
         weights = {path: tensors[i] for i, path in self.paths.items()}
         with WriteWatch(weights, lambda: self.driver.gathering), self.saves():

@@ -29,11 +29,11 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, SpecError, TreeError
-from functional_fsdp._seams import aliases_of, torch_private
+from functional_fsdp._seams import aliases_of
 from functional_fsdp.extend import match
 
 __all__ = [
-    "Leaf", "UnitModule", "base_of", "each_leaf", "each_once", "find_unit_modules", "leaves_of", "map_tensors",
+    "Leaf", "UnitModule", "each_leaf", "each_once", "find_unit_modules", "leaves_of", "map_tensors",
     "order_of", "outermost", "slots_of",
 ]  # fmt: skip
 
@@ -172,9 +172,6 @@ def order_of(unit_modules: list[UnitModule], layout: Layout) -> tuple[str | tupl
 
 
 PLAIN = (torch.Tensor, str, int, float, type(None))
-
-
-base_of = torch_private.base_of
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
