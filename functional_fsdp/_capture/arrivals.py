@@ -5,7 +5,7 @@
     captured   ── reduce 3 ─▶ update 3 ── reduce 2 ─▶ update 2 ── ...                   replay: ranks vote, then all
 
 An eager step votes before anything changes, so its main gradients wait. A captured one changes nothing: its replay
-comes after a vote. So there each bucket is updated where its gradients arrive (see `_capture.arrivals`), with the same
+comes after a vote. So there each bucket is updated where its gradients arrive (see `Arrival`), with the same
 bits, if the eager step before it has shown that nothing looks at gradients and weights in between.
 
 Arrivals: gradients that are used up where they arrive, piece by piece, so that there are no main gradients.
@@ -14,7 +14,7 @@ Arrivals: gradients that are used up where they arrive, piece by piece, so that 
 
 Each piece of the sum lies on the bytes of the one before, and its update reads it while the GPU's cache still has it:
 so the sum goes through memory neither way. `Staging` ends a reduction like this where it has an `Arrival` for the
-bucket, which steps that are captured have (see `_capture.arrivals`).
+bucket, which steps that are captured have.
 
 The last reductions of a step have little backward left beside which they could travel. Where a sum over one axis is all
 that one does, and the copy engines bring it, each piece is used up while the next ones come; by collectives all pieces

@@ -229,7 +229,7 @@ class Processes:
     Attributes:
         lanes: the class of lanes, of a Runtime; None: as the device has them.
         exchange: collectives of the control lane, see `_distributed.lanes`.
-        level, forget: before ranks communicate, and after, see `_distributed.groups`.
+        level, forget: before ranks communicate, and after, see `level` and `forget` above.
         group: makes a communicator. watch: which of {place: process} have ended. vote: for ranks on one host.
         now: seconds. rest: waits for so many.
     """

@@ -145,7 +145,7 @@ class Call(NamedTuple):
     """One call of a function.
 
     number: of the call. payload: (fn, args, kwargs). keep: whether the result stays here. drop: what no handle of the
-    caller's refers to any more. reloads: which modules the caller has loaded anew, see `_launch.worker`.
+    caller's refers to any more. reloads: which modules the caller has loaded anew, see `Reloads`.
     """
 
     number: int
