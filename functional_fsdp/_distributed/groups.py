@@ -35,8 +35,8 @@ import torch.distributed as dist
 
 from .._common.errors import CommError
 from .._common.torch_names import default_store
+from .ballots import HostVote, ProcessWatch, here
 from .lanes import gloo
-from .peers import HostVote, ProcessWatch, here
 
 POLL, GRACE = 0.1, 2.0  # seconds: how often to look whether a rank has died, and what those get that go on without it
 _levelled: Counter[str] = Counter()  # how often, by ranks

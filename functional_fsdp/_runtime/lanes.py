@@ -30,8 +30,8 @@ from .._common.interrupts import uninterruptible
 from .._common.ranges import ranged
 from .._common.record import Collective
 from .._common.torch_names import all_gather_single, current_stream, profiler, reduce_scatter_single, set_stream
+from .._distributed.ballots import Case
 from .._distributed.lanes import LANES, OPS, QUEUES, Job, Log, Mark, Queue, Steps, Waiting, gloo
-from .._distributed.peers import Case
 from .agreement import Agreement
 from .restart import POLL, twin
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from .._common.errors import FsdpError
 from .._common.record import Collective
 from .._common.torch_names import c10d
+from .._distributed.ballots import HostVote
 from .._distributed.groups import Levelled
 from .._distributed.lanes import QUEUES, Mark
-from .._distributed.peers import HostVote
 from .._runtime.lanes import HostLanes
 from .groups import Group, Meeting, Work
 from .turns import Turns

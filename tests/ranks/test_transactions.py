@@ -25,7 +25,7 @@ from support.transactions import (
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
-from functional_fsdp._distributed.peers import Ballot, Case
+from functional_fsdp._distributed.ballots import Ballot, Case
 from functional_fsdp._runtime.agreement import Agreement
 
 PLACES = ("before", "unshard", "grad", "reduce")
