@@ -28,6 +28,7 @@ from functional_fsdp import transforms as T
 
 from .issued import Issued
 from .settings import draw_world
+from .trained import uneven
 from .verdict import Verdict, Wrong
 
 __all__ = ["Model", "draw", "fixed", "play", "smaller"]
@@ -255,11 +256,7 @@ def _kept(ops: Ops, leave: list[int], at: int = 0) -> tuple[Ops, int]:
 
 def play(case: Case, rank: int, folder: str) -> Verdict:
     """On one rank."""
-    torch.manual_seed(case["seed"])
-    plain = Model(case["model"]).double()
-    with torch.no_grad():
-        for p in plain.parameters():
-            p.add_(0.3 * torch.randn_like(p))
+    plain = uneven(Model, case)
     world = case["world"]
     mesh = fsdp.local_mesh(replica=world // 2, shard=2) if _two_axes(case) else fsdp.local_mesh()
     axes = ("replica", "shard") if _two_axes(case) else ("data",)

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 
+from .trained import uneven
 from .verdict import Verdict, Wrong
 
 __all__ = ["draw", "play", "smaller"]
@@ -213,11 +214,7 @@ def _ops(rng: Random, parts: int) -> Ops:
 
 def play(case: Case, rank: int, folder: str) -> Verdict:
     """On one rank, which keeps a plain module of each."""
-    torch.manual_seed(case["seed"])
-    plain = Model(case["model"]).double()
-    with torch.no_grad():
-        for p in plain.parameters():
-            p.add_(0.3 * torch.randn_like(p))
+    plain = uneven(Model, case)
     said = case["model"]
     params, model = fsdp.functionalize(copy.deepcopy(plain))
     bodies = [f"b{i}" for i in range(len(said["bodies"]))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
@@ -14,9 +14,10 @@ import torch.nn.functional as F
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 
-__all__ = ["PRESETS", "WAYS", "Net", "batch", "digest", "loss_fn", "make", "mesh_of", "steps_of"]
+__all__ = ["PRESETS", "WAYS", "Net", "batch", "digest", "loss_fn", "make", "mesh_of", "steps_of", "uneven"]
 
 Case = dict[str, Any]
+M = TypeVar("M", bound=nn.Module)
 WAYS = ("tree", "unit", "driven")
 PRESETS = ("zero3", "zero3", "zero2", "zero1", "ddp", "hsdp", "hfsdp")
 
@@ -43,6 +44,16 @@ class Net(nn.Module):
 
 def loss_fn(model: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
+
+
+def uneven(model: Callable[[Any], M], case: Case) -> M:
+    """A case's model in float64, whose weights are all unlike each other, those of norms, too."""
+    torch.manual_seed(case["seed"])
+    plain = model(case["model"]).double()
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return plain
 
 
 def mesh_of(preset: str, world: int) -> tuple[Any, fsdp.Placement]:
