@@ -25,6 +25,7 @@ from ._common.errors import (
     StaleStateError,
     TreeError,
 )
+from ._extend import session as _session  # noqa: F401
 from ._float8 import scales as _scales  # noqa: F401
 from ._float8.weight import Float8Weight
 from ._graph import traced as _traced  # noqa: F401  # this one and others with a private name provide what the core calls by name
@@ -71,14 +72,13 @@ from ._spec.spec import Spec
 from ._spec.units import units
 from ._state.export import as_module, buffers, full_params, local_shards, state_dict
 from ._state.init import init
-from ._state.session import drop_gradients
 from ._state.shard import make_layout, shard
 from ._state.state import State
 from ._storage.flat import FlatBuffer
 from ._transports import peer_memory as _signals  # noqa: F401
 from ._transports.auto import symmetric
 from ._verbs.metrics import pmax, pmean, psum
-from ._verbs.verbs import finish_reductions, newest, reduce, release, step, unshard
+from ._verbs.verbs import drop_gradients, finish_reductions, newest, reduce, release, step, unshard
 from .codecs import checks as _checks  # noqa: F401
 from .codecs import packed_reductions as _packed_reductions  # noqa: F401
 from .codecs import rows as _rows  # noqa: F401

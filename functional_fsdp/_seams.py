@@ -11,6 +11,7 @@ from ._common import objects, ranges
 from ._common import torch_names as torch_private
 from ._common.calls import outside_inference
 from ._common.tracing import KEEPING, foreign_tracer, tracing_now, users_line
+from ._extend.session import note_activations
 from ._graph.graph import Graph, GraphBuild, graph_of, keep_residuals, refuse_values
 from ._graph.lower import point_at_second_gathers
 from ._graph.traced import coordinate_of
@@ -21,7 +22,6 @@ from ._optim.optimizer import put
 from ._plan.advance import Collision
 from ._runtime.given import NewCounts
 from ._state.lineage import begin_compiled
-from ._state.session import note_activations
 from ._storage.weights import spoilt
 from ._transports import cuda_driver
 from .look.peak import StepMemory, Stretch, find_peak

@@ -43,16 +43,16 @@ from ._common.record import Collective
 from ._common.tracing import refuse, traced_as
 from ._common.tree import flatten, match
 from ._engine.gathers import Carrier
+from ._extend.change import by_unit, change, change_weights, over_shards, separate_gradients, shards, total
+from ._extend.session import Ranks, Session, begin_round, check_between_steps, end_round, lineage_of, ranks_of, seeds
 from ._host_memory.copy_lane import CopyLane, HostBuffers, computes_on, copy_lane
 from ._io.safetensors_file import bytes_of
 from ._nn.skeleton import Placeholder, every_buffer, skeleton_of
 from ._optim.optimizer import Sender
 from ._spec.spec import Transport
-from ._state.session import Ranks, Session, begin_round, check_between_steps, end_round, lineage_of, ranks_of, seeds
 from ._state.state import FIELDS, State
 from ._storage.flat import gather_leaves, leaf_shards
 from ._storage.weights import BucketPlace, Loan, is_lent, loan_of
-from ._verbs.change import by_unit, change, change_weights, over_shards, separate_gradients, shards, total
 from ._verbs.metrics import all_reduce
 from .look.sizes import state_bytes
 

@@ -91,7 +91,7 @@ class Veto:
     def join(self) -> None:
         """The gradients are whole: ranks combine their flags."""
         self.asked = True
-        if self.executor.progress.undecided:  # a rank that waits for the device would not come to the end of its step
+        if self.executor.progress.order.open:  # a rank that waits for the device would not come to the end of its step
             raise ScheduleError(
                 "a step that may be taken back cannot be captured: ranks have used the units in different orders so "
                 "far. Give the order: Schedule(order=...)."

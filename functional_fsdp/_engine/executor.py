@@ -27,10 +27,8 @@ from .._plan.advance import Action, Move
 from .._plan.cursor import InFlight
 from .._plan.layout import Layout
 from .._plan.plan import Plan
-from .._plan.program import DefaultOrder, GuessedOrder, Program
 from .._plan.records import staging_slots
 from .._runtime.runtime import Runtime
-from .._spec.schedule import Order
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer
 from .._storage.weights import Stored
@@ -66,7 +64,7 @@ class Executor:
         self.reductions = Reductions(run, self.progress, self.carrier, self.gathers, self.sink, residual)
 
     @uninterruptible
-    def _follow(self, plan: Plan | None) -> None:
+    def follow(self, plan: Plan | None) -> None:
         """Go by another plan, if there is one."""
         if plan is not None:
             self.progress.follow(plan)
@@ -147,7 +145,7 @@ class Executor:
         if actions and actions[-1][0] != "free":  # those come first, and are done
             self._carry_out(state, actions)
 
-    def _happen(self, state: Stored, kind: str) -> None:
+    def happen(self, state: Stored, kind: str) -> None:
         """An event of a pass or a step, and what follows from it."""
         if self.stays:
             self.share()
@@ -182,72 +180,16 @@ class Executor:
 
     # ---------------------------------------------------------------- a pass
 
-    def follow(self, order: Order) -> None:
-        """Go by this order, the same on every rank, if the schedule left it open and nothing is under way."""
-        progress = self.progress
-        if isinstance(progress.order, DefaultOrder) and progress.cursor.idle and not self.reductions.grads:
-            self._follow(progress.plan_for(order, len(Program(order[: len(order) // 2]).order)))
-            progress.guess()  # last: if it is interrupted, it comes again
-            self.share()
-
     def note_activations(self, ways: tuple[tuple[str, str], ...]) -> bool:
         """Have the plan say what becomes of what modules save. Returns whether it does: not within a step."""
         if not self.progress.cursor.idle or self.reductions.grads:
             return False
-        self._follow(self.progress.noting(ways))
+        self.follow(self.progress.noting(ways))
         return True
 
-    def begin(self, state: Stored) -> None:
-        """A forward begins, to which everything belongs until `end`: nothing in it is taken for the next pass."""
-        self.begins += 1
-        if self.reductions.staging.unshared:
-            self.reductions.staging.use_own_bytes(False)
-        if not self.progress.recording:
-            # In the first step a guess may be wrong, on some ranks only: they agree on each use.
-            agreed = isinstance(self.progress.order, GuessedOrder) and not self.run.capturing
-            self._happen(state, "begin agreed" if agreed else "begin")
-
     def count_forward(self) -> None:
-        """A forward that uses the whole tree: it counts as one of the step."""
+        """A forward begins: one more of the step."""
         self.begins += 1
-
-    def turned(self, state: Stored, last: bool) -> None:
-        """The forward is over, the backward begins, with this flag for its gradients."""
-        self.reductions.set_last(last)
-        if self.progress.recording:
-            self.progress.record_turn()
-        else:
-            self._happen(state, "turn")
-
-    def differ(self, state: Stored, forward: Order, trained: tuple[str, ...]) -> None:
-        """The backward of a pass in which ranks agree on each use has begun: these were used, and gradients of these
-        will come.
-
-        Streams wait for each other unheard. Where ranks do different things, a gather may wait for compute, which waits
-        for staging, and so for a peer's reduction; and the peer for the gather. So compute waits for no staging there.
-        """
-        if not self.run.lanes.waits_on_host and self.run.size > 1:
-            self.all_done(state, backward=False)
-            seen = self.run.everyone((forward, trained), "what is used")
-            self.reductions.staging.use_own_bytes(any(one != seen[0] for one in seen))
-
-    def all_done(self, state: Stored, backward: bool = True) -> None:
-        """This rank has come to all that it uses in a forward, or in its backward. Others may need it where they agree
-        on each use."""
-        progress = self.progress
-        if progress.cursor.agreed and progress.plan.gathers:
-            with self.off_plan(state):
-                self.gathers.unplanned.all_done(state, progress.plan, backward)
-
-    def end(self, state: Stored, forward: Order, backward: Order) -> None:
-        """The backward is over, and these were the orders of use. After the first step the plan follows what was seen.
-        Starts what peers may still wait for."""
-        if not self.progress.recording:
-            if self.progress.cursor.agreed:
-                self.gathers.fence_off()
-            self._happen(state, "end")
-        if isinstance(self.progress.order, GuessedOrder):
-            self.progress.see(forward, backward, tuple(self.reductions.skipped))
 
     # ---------------------------------------------------------------- off the plan
 
@@ -291,7 +233,7 @@ class Executor:
         """Start what the main gradients still lack: early gradients, zeros where none came, what is partial. And the
         gathers that peers started in this pass and this rank passed over."""
         recorded = self.progress.recording
-        self._happen(state, "round" if recorded else "step" if step else "finish")
+        self.happen(state, "round" if recorded else "step" if step else "finish")
         self.reductions.finish()
 
     def settle(self) -> None:
@@ -324,12 +266,6 @@ class Executor:
         self.progress.restart()
         self.begins, self.round_complete = 0, False
 
-    def rest(self, state: Stored) -> None:
-        """Weights were looked at, on every rank, and nothing more. Starts what peers started, and begins anew."""
-        if not self.progress.recording:
-            self._happen(state, "look")
-        self.reset()
-
     def commit(self) -> None:
         """The step was taken: follow the order that was recorded, or seen."""
         order = self.progress.order
@@ -337,7 +273,7 @@ class Executor:
         if self.sink.consumers or self.sink.pending is not None:
             self.sink.end_step()
         self.gathers.invalidate()
-        self._follow(self.progress.decide(order, self.run))
+        self.follow(self.progress.decide(order, self.run))
         self.share()
 
     def __del__(self) -> None:

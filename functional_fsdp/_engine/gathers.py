@@ -42,12 +42,13 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from .._common.calls import provided
 from .._common.device import keeps_released
 from .._common.errors import ScheduleError
 from .._common.ranges import ranged
@@ -80,6 +81,7 @@ from .sink import GradientSink
 
 GatherSteps = tuple[tuple[Collective, torch.Tensor], ...]  # collectives, and where each one lands
 PLAIN = Traits()
+_take_turn = provided("extend.take_turn")
 
 
 class Portions:
@@ -388,31 +390,6 @@ class Unplanned:
     def loan(self, name: str) -> Loan:
         return self.units[name].loan
 
-    def take_turn(self, state: Stored, plan: Plan, name: str, backward: bool) -> None:
-        """Wait until all gather this unit, in a pass in which ranks may come to units in orders of their own, and to
-        different ones. The caller then gathers it.
-
-            rank 0   a          c   d        wants c: helps with b, then has c
-            rank 1   a    b     c   d
-
-        Every rank says what it wants next. Of that, all gather what comes first in the plan, which is a guess, until
-        this rank has its own. The others wait meanwhile, or are done (`all_done`), and help.
-        """
-        if plan.by_name[name].parts:  # else it lies on every rank
-            number = _number(plan.index[name], len(plan.units), backward)
-            self._meet(state, plan, number, f"unshard {name!r}")
-
-    def all_done(self, state: Stored, plan: Plan, backward: bool) -> None:
-        """This rank wants nothing more in such a forward, or backward. Helps the others until that is so for all."""
-        count = len(plan.units)
-        self._meet(state, plan, 2 * count + 1 if backward else count, "the end of the pass" if backward else "the turn")
-
-    def _meet(self, state: Stored, plan: Plan, number: int, what: str) -> None:
-        """Gather what peers want until all are here."""
-        while (found := self.run.next_of(number, self.names, what)) != number:
-            name = plan.units[min(found, 2 * len(plan.units) - found)].name
-            Gathered(state, self.layout.by_name[name], self.debug).gather(state, LANE)
-
     def gather(self, state: Stored, name: str, lane: str) -> None:
         """Gather a unit into its own bytes."""
         if name not in self.units:
@@ -440,10 +417,6 @@ class Unplanned:
                 stacklevel=7 if verb == "unshard" else 5,  # where the verb was called
             )
 
-    def fill(self, name: str, parts: Iterable[tuple[Bucket, torch.Tensor]]) -> None:
-        """The bytes of a unit that is gathered by the plan get the same: residuals of an earlier use lie here."""
-        self.units[name].fill(parts)
-
     def release(self, name: str) -> None:
         self.units[name].release()
         self.units[name].loan.held = False
@@ -453,15 +426,6 @@ class Unplanned:
         for gathered in self.units.values():
             gathered.loan.held = False
         self.units.clear()
-
-
-def _number(unit: int, count: int, backward: bool) -> int:
-    """Where a use comes in a forward, the turn, and its backward, of so many units.
-
-    >>> _number(1, 3, False), _number(1, 3, True), _number(2, 3, True)
-    (1, 5, 4)
-    """
-    return 2 * count - unit if backward else unit
 
 
 class Gathers:
@@ -567,9 +531,9 @@ class Gathers:
         """Ranks agree on a use that no plan expects."""
         cursor = self.progress.cursor
         if cursor.agreed:
-            self.unplanned.take_turn(state, self.progress.plan, unit, cursor.phase == "backward")
+            _take_turn(self, state, unit)
         else:
-            self.unplanned.agree(unit, "unshard", self.progress.known)
+            self.unplanned.agree(unit, "unshard", not self.progress.order.open)
 
     def gather_off_plan(self, state: Stored, unit: str, by_plan: bool) -> None:
         """Gather a unit on which ranks have agreed: at its place, if that is wished, unless what is lent lies there.
@@ -597,10 +561,6 @@ class Gathers:
                 self.run.lanes.wait(other.gathered)
         self.copied[unit] = self.arena.overwrite(unit, outside.whole)
         return partial(self._put_away, unit)
-
-    def copy_to_fallback(self, unit: str) -> None:
-        """A unit that is gathered by the plan is needed where it lay off the plan, too, until it is released."""
-        self.unplanned.fill(unit, [(part.bucket, part.whole) for part in self.arena.places[unit].parts])
 
     # ---------------------------------------------------------------- release
 

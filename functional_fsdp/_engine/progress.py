@@ -13,7 +13,7 @@ from .._plan.advance import Action, Move, Position, Positions
 from .._plan.cursor import Cursor
 from .._plan.layout import Layout
 from .._plan.plan import REDUCTIONS_AT_ONCE, Plan, make_plan
-from .._plan.program import DefaultOrder, FixedOrder, GuessedOrder, Known, Program, RecordedOrder, combined, known
+from .._plan.program import FixedOrder, KnownOrder, RecordedOrder, known
 from .._runtime.runtime import Runtime
 from .._spec.schedule import Order, Schedule
 from .._spec.spec import Spec
@@ -39,7 +39,7 @@ class Progress:
     def __init__(self, layout: Layout, spec: Spec, slots: int) -> None:
         self.layout, self.spec, self.slots = layout, spec, slots
         self.frozen = {unit.name for unit in layout.units if not unit.trained}
-        self._know(known(spec.schedule))
+        self.know(known(spec.schedule))
         self.follow(first_plan(layout, spec.schedule, slots))
 
     def follow(self, plan: Plan) -> None:
@@ -71,43 +71,25 @@ class Progress:
     def restart(self) -> None:
         """Back to the start of a step. An order that is being recorded, or seen, begins with nothing."""
         self.position = self.positions.start
-        if isinstance(self.order, RecordedOrder | GuessedOrder):
-            self._know(type(self.order)())
+        if self.order.open:
+            self.know(type(self.order)())
 
     # ---------------------------------------------------------------- the order of use
 
-    def _know(self, order: Known) -> None:
+    def know(self, order: KnownOrder) -> None:
+        """This is known of the order of use from here on."""
         self.order = order
         self.recording = isinstance(order, RecordedOrder)
-
-    @property
-    def known(self) -> bool:
-        """Whether there is an order of use that is not only a guess."""
-        return isinstance(self.order, FixedOrder | DefaultOrder)
-
-    @property
-    def undecided(self) -> bool:
-        """Whether ranks compare at the end of a step in which order they have used the units."""
-        return isinstance(self.order, RecordedOrder | GuessedOrder)
 
     def record(self, names: Sequence[str]) -> None:
         """One more call, of an order that is being recorded."""
         if isinstance(self.order, RecordedOrder):
-            self._know(self.order.used(names))
+            self.know(self.order.used(names))
 
     def record_turn(self) -> None:
         """The forward is over, in an order that is being recorded."""
         if isinstance(self.order, RecordedOrder):
-            self._know(self.order.turned())
-
-    def guess(self) -> None:
-        """The plan goes by a guess: ranks agree on each use in the first step."""
-        self._know(GuessedOrder())
-
-    def see(self, forward: Order, backward: Order, skipped: Sequence[str]) -> None:
-        """A pass was seen, the first one of a step that goes by a guess."""
-        if self.order == GuessedOrder():
-            self._know(GuessedOrder((forward, backward, tuple(skipped))))
+            self.know(self.order.turned())
 
     def plan_for(self, order: Order, forward: int | None) -> Plan | None:
         """The plan for this order, of which so many uses are the forward, if that is known; None: it is followed."""
@@ -123,22 +105,19 @@ class Progress:
         self.activations = activations
         return replace(self.plan, activations=activations)
 
-    def decide(self, order: Known, run: Runtime) -> Plan | None:
+    def decide(self, order: KnownOrder, run: Runtime) -> Plan | None:
         """A step was taken that has recorded, or seen, this order: ranks agree on it. Returns the plan to go on by;
         None: the one that is followed.
 
-        In the new order, what some ranks did not use goes where others used it, and what none used stays between its
-        neighbours. Collective, where the order was open.
+        Collective, where the order was open.
         """
-        plan = None
-        if isinstance(order, RecordedOrder) and order.calls:
-            first: RecordedOrder = run.everyone(order, "the recorded order")[0]
-            plan = self.plan_for(first.calls, first.forward)
-            self._know(FixedOrder())
-        elif isinstance(order, GuessedOrder) and order.seen is not None:
-            planned, seen = self.plan.schedule.order, run.everyone(order.seen, "the order of use")
-            forward, backward = combined(seen, planned if isinstance(planned, tuple) else (), self.frozen)
-            if forward:  # else they used the same units in different orders, and may again
-                plan = self.plan_for(forward + backward, len(Program(forward).order))
-                self._know(FixedOrder())
+        if order.said is None:
+            return None
+        planned = self.plan.schedule.order
+        everyone = run.everyone(order.said, order.what)
+        decided = order.decided(everyone, planned if isinstance(planned, tuple) else (), self.frozen)
+        if decided is None:
+            return None
+        plan = self.plan_for(*decided)
+        self.know(FixedOrder())
         return plan

@@ -127,24 +127,11 @@ class Reductions:
     def reduce_off_plan(self, unit: str, values: Values, last: bool, agreed: bool) -> None:
         """Reduce gradients that no plan expects. Compute waits for them. `agreed`: ranks come to them alike."""
         if not agreed:
-            self.gathers.unplanned.agree(unit, "reduce", self.progress.known)
+            self.gathers.unplanned.agree(unit, "reduce", not self.progress.order.open)
         if self.check is not None:
             self.check.note(unit, values)
         self.staging.outside(self.layout.by_name[unit], values, self.grads, last)
         self.read_while_gathered(unit)
-
-    def skip(self, unit: str) -> bool:
-        """On this rank no gradient of this unit will come in this pass. False: there is no plan, say so by `reduce`."""
-        self.skipped.add(unit)
-        if self.progress.recording:
-            return False
-        self.progress.make(self.progress.move("skip", (unit,)))
-        return True
-
-    def expect(self, unit: str) -> None:
-        """In this backward a gradient of this unit will come, though the forward may not have used it."""
-        if not self.progress.recording:
-            self.progress.make(self.progress.move("await", (unit,)))
 
     # ---------------------------------------------------------------- reductions that are due
 

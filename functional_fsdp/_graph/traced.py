@@ -11,7 +11,7 @@ the same graph. Which leaves get no gradient is a part of that graph: ranks comp
 (`GraphPlan.lacking`).
 
 `step` as torch.compile sees it: the optimizer's update in plain operations, written into the state's own buffers;
-and other changes in place, of gradients and of weights (`_verbs.change`).
+and other changes in place, of gradients and of weights (`_extend.change`).
 
 GraphPlan: what the traced verbs need of a layout, a plan and a mesh, worked out once, as tuples of plain values.
 
@@ -776,4 +776,4 @@ def finish_reductions(state: State, what: str = "finish_reductions") -> State:
     return state._evolve(grads={name: grads[name] for name in state.main if name in grads})
 
 
-provide("graph", unshard, release, reduce, finish_reductions, step, axes_of, over_axes, change, change_weights)
+provide("graph", unshard, release, reduce, finish_reductions, step, axes_of, over_axes)

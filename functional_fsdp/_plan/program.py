@@ -13,7 +13,8 @@ backward is through with all that came after it:
     unit     a    b    c |  c    b
     reduces                 c    b, a
 
-An order is what a lineage knows of how its units are used: one value, of four kinds.
+An order is what a lineage knows of how its units are used: one value, of four kinds; `_extend.orders` has the guessed
+one, that of driven modules.
 
     Schedule(order=[...])          fixed
     Schedule(order="recorded")     recorded ── the first step, without a plan ──▶ fixed: as the first rank used them
@@ -25,11 +26,11 @@ the order after the first step.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
+from typing import Any, ClassVar
 
 from .._common.errors import ScheduleError, SpecError
 from .._common.tree import PathIndex
@@ -40,26 +41,49 @@ from .pack import Interval
 
 
 @dataclass(frozen=True)
-class FixedOrder:
+class KnownOrder:
+    """What is known of the order of use.
+
+    Attributes:
+        open: whether ranks decide on it at the end of a step; what: it is, in words, for who waits for that.
+    """
+
+    open: ClassVar[bool] = False
+    what: ClassVar[str] = ""
+
+    @property
+    def said(self) -> Any:
+        """What this rank tells the others at the end of a step; None where there is nothing to decide."""
+        return None
+
+    def decided(self, everyone: Sequence[Any], planned: Order, frozen: Collection[str]) -> Decision | None:
+        """The order by what every rank has said; None if it stays open.
+
+        Args:
+            planned: the order that the step was planned by. frozen: units without a gradient.
+        """
+        raise NotImplementedError
+
+
+Decision = tuple[Order, int | None]  # calls, and how many uses of them are the forward, if that is known
+
+
+@dataclass(frozen=True)
+class FixedOrder(KnownOrder):
     """The plan's order is that of the program."""
 
 
 @dataclass(frozen=True)
-class DefaultOrder:
+class DefaultOrder(KnownOrder):
     """That of the layout, until a module's structure says it better."""
 
 
 @dataclass(frozen=True)
-class GuessedOrder:
-    """That of a module's structure. `seen`: what this rank did in the first step, once it is over."""
-
-    seen: Seen | None = None
-
-
-@dataclass(frozen=True)
-class RecordedOrder:
+class RecordedOrder(KnownOrder):
     """It is being recorded: the calls of this step so far, and how many uses of them are the forward, once known."""
 
+    open: ClassVar[bool] = True
+    what: ClassVar[str] = "the recorded order"
     calls: Order = ()
     forward: int | None = None
 
@@ -74,18 +98,20 @@ class RecordedOrder:
             return self
         return replace(self, forward=len(Program(self.calls).order))
 
+    @property
+    def said(self) -> Any:
+        return self if self.calls else None
 
-Known = FixedOrder | DefaultOrder | GuessedOrder | RecordedOrder
+    def decided(self, everyone: Sequence[Any], planned: Order, frozen: Collection[str]) -> Decision | None:
+        """As the first rank used them."""
+        return everyone[0].calls, everyone[0].forward
 
 
-def known(schedule: Schedule) -> Known:
+def known(schedule: Schedule) -> KnownOrder:
     """What a schedule says before the first step."""
     if schedule.order == "recorded":
         return RecordedOrder()
     return DefaultOrder() if schedule.order is None else FixedOrder()
-
-
-Seen = tuple[Order, Order, Collection[str]]  # what a rank did: forward, backward, and units without a gradient
 
 
 @dataclass(frozen=True)
@@ -103,12 +129,12 @@ class Program:
     @cached_property
     def order(self) -> tuple[str, ...]:
         """The unit of each use."""
-        return tuple(name for names in map(_names, self.calls) for name in names)
+        return tuple(name for names in map(names_of, self.calls) for name in names)
 
     @cached_property
     def groups(self) -> tuple[Interval, ...]:
         """For each use, the first and the last of those at once with it: `(k, k)` where it is alone."""
-        ends = accumulate((len(_names(call)) for call in self.calls), initial=0)
+        ends = accumulate((len(names_of(call)) for call in self.calls), initial=0)
         return tuple((first, end - 1) for first, end in pairwise(ends) for _ in range(first, end))
 
     @cached_property
@@ -186,85 +212,6 @@ class Program:
         return [(name, begin + k) for begin in range(0, len(self.order), self.length) for name, k in found]
 
 
-def combined(seen: Sequence[Seen], planned: Order, frozen: Collection[str] = ()) -> tuple[Order, Order]:
-    """One order for all ranks, forward and backward, from what each did, and from a plan for what none used.
-
-    Where a unit is not used in the backward, that is because its gradient needs no weights; or because no rank had a
-    gradient of it, which another step may have. Empty if ranks used the same units in different orders.
-
-    >>> combined([(("a", "c"), ("c", "a"), ()), (("a", "b"), ("a",), ("b",))], tuple("abcddcba"))
-    (('a', 'b', 'c', 'd'), ('d', 'c', 'b', 'a'))
-    >>> combined([(("a", "b"), ("b", "a"), ()), (("a", "b", "c"), ("c", "a"), ("b",))], ())
-    (('a', 'b', 'c'), ('c', 'b', 'a'))
-    """
-    half = len(planned) // 2
-    forwards, backwards = ([*dict.fromkeys(some)] for some in ([s[0] for s in seen], [s[1][::-1] for s in seen]))
-    forward, backward = max(forwards, key=len), max(backwards, key=len)
-    for other in forwards:
-        forward = _merged(forward, other)
-    for other in backwards:
-        backward = _merged(backward, other, (), forward)
-    if not all(_within(one, forward) for one in forwards) or not all(_within(one, backward) for one in backwards):
-        return (), ()
-    used = _units(forward)
-    forward = _merged(forward, planned[:half], used)
-    given = {name for forth, _, skipped in seen for name in _units(forth) - set(skipped)}
-    kept = {name for _, _, skipped in seen for name in skipped} - given
-    first = next((i for i, call in enumerate(forward) if not kept.isdisjoint(_names(call))), len(forward))
-    back = _units(backward)  # a gradient of what comes before a frozen unit would go through it
-    kept |= {name for name in _units(forward[first:]) if name in frozen and name not in back}
-    return forward, _filled(backward, forward, kept, used)[::-1]
-
-
-def _units(order: Order) -> set[str]:
-    return {name for call in order for name in _names(call)}
-
-
-def _merged(order: Order, other: Order, but: Collection[str] = (), natural: Order = ()) -> Order:
-    """An order with what only another one has put in, each after what comes before it there, or before what comes
-    after it; of several places that which the natural order says; but not the units in `but`."""
-    found = list(order)
-    there = set(found)
-    if there.issuperset(other):
-        return order
-    place = {call: i for i, call in reversed([*enumerate(natural)])}  # its first
-    for i, call in enumerate(other):
-        if call not in there and not all(name in but for name in _names(call)):
-            before = next((one for one in reversed(other[:i]) if one in there), None)
-            after = next((one for one in other[i + 1 :] if one in there), None)
-            low = found.index(before) + 1 if before is not None else 0
-            high = len(found) - 1 - found[::-1].index(after) if after is not None else len(found)
-            at = low if before is not None or after is None else high
-            if call in place and low < high:
-                at = next((k for k in range(low, high) if place.get(found[k], -1) > place[call]), high)
-            found.insert(at, call)
-            there.add(call)
-    return tuple(found)
-
-
-def _filled(order: Order, natural: Order, kept: set[str], used: set[str]) -> Order:
-    """An order, and what it lacks of the natural one, each time where that has it: what is kept, and what none used."""
-    places: dict[str | tuple[str, ...], list[int]] = {}
-    for i, call in enumerate(order):
-        places.setdefault(call, []).append(i)
-    found: list[str | tuple[str, ...]] = []
-    at = 0  # how much of the order is in `found`
-    for call in natural:
-        there = places.get(call, ())
-        if not kept.isdisjoint(_names(call)) or (not there and not used.issuperset(_names(call))):
-            found.append(call)
-        elif (k := bisect_left(there, at)) < len(there):
-            found += order[at : there[k] + 1]
-            at = there[k] + 1
-    return (*found, *order[at:])
-
-
-def _within(some: Order, order: Order) -> bool:
-    """Whether these uses come in this order, among others."""
-    left = iter(order)
-    return all(call in left for call in some)
-
-
 def program(layout: Layout, schedule: Schedule) -> Program:
     """The program of a schedule. Every name that the schedule mentions is checked here.
 
@@ -294,7 +241,8 @@ def program(layout: Layout, schedule: Schedule) -> Program:
     return found
 
 
-def _names(call: str | tuple[str, ...]) -> tuple[str, ...]:
+def names_of(call: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The units of a call."""
     return (call,) if isinstance(call, str) else call
 
 

@@ -27,7 +27,6 @@ from .._plan.route import states_of
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import runtime_of
 from .._state.lineage import Version
-from .._state.session import end_round
 from .._state.shard import read_sums
 from .._state.state import State
 from .._storage.flat import FlatBuffer, leaf_shards, zeros
@@ -257,7 +256,7 @@ def replace_grads(state: State, grads: Any) -> State:
         reductions.set_gradients({name: buffer.but(grads[name].local.clone()) for name, buffer in main.items()})
         reductions.given.resume(given)
         state = state.version.lineage.advance(state, "replace_grads()", reductions.grads)
-    end_round(state, last_microbatch=True)
+    state._executor.end_round(True)
     return state
 
 

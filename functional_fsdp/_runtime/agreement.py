@@ -334,31 +334,12 @@ class Agreement:
         before = 1 + self.logs["reduce"].count % UNITS if verb == "reduce" else 0  # which must be the same ones
         most, least = self.tally(self.ballot(Case.USE, before * UNITS + number, f"{verb} {names[number]!r}"))
         if most != least:
-            both = [_place_of(ballot, names) for ballot in (least, most)]
+            both = [place_of(ballot, names) for ballot in (least, most)]
             raise ScheduleError(
                 f"{verb}({names[number]!r}) is not what the schedule expects here, so every rank must do the same, but "
                 f"ranks came with {both[0]} and {both[1]}. Use the same units in the same order on every rank, or "
                 "give the order: Schedule(order=...). The state before the step is valid."
             )
-
-    def next_of(self, wanted: int, names: tuple[str, ...], what: str) -> int:
-        """Which of the units that ranks want comes next: the smallest of every rank's number. Host, 16 bytes.
-
-        Args:
-            wanted: up to `2 * len(names) + 1`, see `Unplanned.take_turn`.
-
-        Raises:
-            ScheduleError: a rank is elsewhere.
-        """
-        if self.size == 1:
-            return wanted
-        ballots = self.tally(self.ballot(Case.TURN, wanted, f"{what}, and a peer's next use"))
-        if other := next((ballot for ballot in reversed(ballots) if ballot.case is not Case.TURN), None):
-            raise ScheduleError(
-                f"ranks came to {what}, and to {_place_of(other, names)}. Make the same "
-                "calls in the same order on every rank. The state before the step is valid."
-            )
-        return ballots[1].number
 
     # ---- exchanges
 
@@ -535,7 +516,7 @@ class Agreement:
             restart(self, lineage, noticed)
 
 
-def _place_of(ballot: Ballot, names: tuple[str, ...]) -> str:
+def place_of(ballot: Ballot, names: tuple[str, ...]) -> str:
     """Where a rank is that came to a ballot with this one, in words."""
     if ballot.case is Case.USE:
         before, unit = divmod(ballot.number, UNITS)

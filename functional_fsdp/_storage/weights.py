@@ -236,17 +236,12 @@ class Gathered:
         self.loan = Loan(unit.name, weights, aliases)
 
     def gather(self, state: Stored, lane: str = "side") -> None:
-        self._take()
+        self.allocate()
         for name, whole in self.whole.items():
             gather(state, self.buckets[name], whole, lane)
 
-    def fill(self, parts: Iterable[tuple[Bucket, torch.Tensor]]) -> None:
-        """The same from whole buckets that lie elsewhere."""
-        self._take()
-        for bucket, whole in parts:
-            self.whole[bucket.name].copy_(whole)
-
-    def _take(self) -> None:
+    def allocate(self) -> None:
+        """Have the bytes, as before."""
         for whole in self.whole.values():
             storage = whole.untyped_storage()
             if not storage.size():

@@ -21,7 +21,7 @@ from typing import Any, overload
 
 import torch
 
-from .._common.calls import provided, verb
+from .._common.calls import alone, provided, verb
 from .._common.errors import ScheduleError, StaleStateError
 from .._common.interrupts import arrive, guard, uninterruptible
 from .._common.ranges import ranged
@@ -417,6 +417,40 @@ def newest(state: State) -> State:
     new = object.__new__(State)
     new.__dict__.update(lineage.taken, version=Version(lineage, lineage.base))
     return new
+
+
+@alone
+def drop_gradients(state: State) -> State:
+    """Start the step over: the state that it began with, without gradients. What was in flight is dropped.
+
+    Args:
+        state: any state of the step, also one that a verb has consumed, or that a `RestartError` left behind.
+
+    Returns:
+        the state before the step, as good as it was: weights, optimizer state, buffers, extras. A state between steps
+        is returned as it is.
+
+    As with every use of the state before the step: if all ranks call it, they meet, and go on; a rank that is elsewhere
+    in the step hears of it by a `RestartError` from the call that it waits in, and calls it, too.
+
+    Raises:
+        StaleStateError: `step` has taken the gradients. CommError: a rank that never comes.
+
+    Collective: a meeting of all ranks on the host, if the step was under way. No gradient travels.
+
+    Example, a cell that was stopped after `forward_backward`: `state = fsdp.drop_gradients(state)`.
+    """
+    lineage = state.version.lineage
+    state._valid("drop_gradients")
+    base: Any = state.version.origin or state
+    if base.version.serial != lineage.base:
+        raise StaleStateError(
+            "drop_gradients: this State is not of the step that is under way. Use the newest State, or the one that "
+            "the last step() returned."
+        )
+    lineage.enter(base.version.serial, "drop_gradients")
+    found: State = base
+    return found
 
 
 def _install(old: Any, new: Any) -> Any:

@@ -32,11 +32,11 @@ import torch
 from .._common.calls import outside_inference
 from .._common.device import default_generator
 from .._common.torch_names import base_of, pytree
+from .._extend.change import by_unit, shards
 from .._nn.packed_weight import PackedWeight
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
 from .._storage.flat import FlatBuffer, leaf_shards
-from .._verbs.change import by_unit, shards
 from .._verbs.verbs import finish_reductions
 
 __all__ = ["LANES", "Digest", "Fingerprinted", "Key", "Prints", "Row", "Step", "digest", "fingerprint"]

@@ -24,7 +24,7 @@ class Issued:
         self.states: list[Any] = []
         executor: Any = self.executor
         progress, gathers = executor.progress, executor.gathers
-        make, start, follow = progress.make, gathers.start, executor._follow
+        make, start, follow = progress.make, gathers.start, executor.follow
 
         def made(move: Any) -> Any:
             position = progress.position
@@ -42,7 +42,7 @@ class Issued:
             if plan is not None:
                 self._watch_reductions()
 
-        progress.make, gathers.start, executor._follow = made, gathered, followed
+        progress.make, gathers.start, executor.follow = made, gathered, followed
         self._watch_reductions()
 
     def _watch_reductions(self) -> None:

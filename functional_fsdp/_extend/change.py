@@ -18,18 +18,19 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._common.calls import provided
 from .._common.errors import ScheduleError, TreeError
 from .._common.interrupts import arrive, guard, uninterruptible
 from .._common.record import over_each_axis
 from .._common.tracing import refuse, traced_as
+from .._graph.traced import change as traced_change
+from .._graph.traced import change_weights as traced_change_weights
 from .._state.lineage import Version
 from .._state.state import State
 from .._storage.flat import FlatBuffer
 from .._storage.gradients import of_tree, of_unit
 from .._storage.weights import refresh
-from .metrics import Op, axes_of, over_axes
-from .verbs import finish_reductions, has_gradients, no_unit
+from .._verbs.metrics import Op, axes_of, over_axes
+from .._verbs.verbs import finish_reductions, has_gradients, no_unit
 
 Axes = tuple[str, ...]
 
@@ -137,7 +138,7 @@ def by_unit(state: State, what: str, grads: Any, unit: str | None = None) -> dic
 R = TypeVar("R")
 
 
-@traced_as(provided("graph.change"))
+@traced_as(traced_change)
 def change(state: State, what: str, work: Callable[[], None], by: Any = "", *, every_leaf: bool = False) -> State:
     """The state after `work` has changed its gradients in place. Consumes `state`; if it is stopped in it, the step has
     to begin anew.
@@ -221,7 +222,7 @@ def separate_gradients(
     return state._evolve(grads=grads), out, found
 
 
-@traced_as(provided("graph.change_weights"))
+@traced_as(traced_change_weights)
 def change_weights(state: State, what: str, work: Callable[[], None], by: Any = "") -> State:
     """The state after `work` has changed its main weights in place, between steps. Consumes `state`.
 

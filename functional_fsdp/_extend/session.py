@@ -11,7 +11,7 @@ rest                           in the place of all from `begin` on: weights were
 
 Also here, what a transform sees of who computes with a state: its mesh, this rank, the lineage, and random numbers.
 
-Rounds: gradients that a transform adds for the user are those of one step, once; and how to start over.
+Rounds: gradients that a transform adds for the user are those of one step, once.
 
     forward_backward(last_microbatch=False)   forward_backward(last_microbatch=False)   forward_backward()   step
     └── adds ──────────────────────── adds ──────────────────────── whole ────────────┘
@@ -28,14 +28,16 @@ from typing import Any
 
 import torch
 
-from .._common.calls import alone
 from .._common.device import default_generator
-from .._common.errors import ScheduleError, StaleStateError
+from .._common.errors import ScheduleError
 from .._common.tracing import refuse, traced_as
+from .._plan.program import DefaultOrder, Program
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.schedule import Order
-from .lineage import Lineage
-from .state import State
+from .._state.lineage import Lineage
+from .._state.state import State
+from .agreed import all_done, differ
+from .orders import GuessedOrder
 
 
 class Ranks:
@@ -211,17 +213,31 @@ class Session:
         self._verb, self._before, self._resting = verb, state, state.between_steps
         if order is not None:
             with torch.no_grad(), lineage.call:
-                self._executor.follow(order)
+                self._follow(order)
         self.number = self._executor.begins
         self.fallback: Mapping[str, Any] = self._executor.gathers.unplanned.units
+
+    def _follow(self, order: Order) -> None:
+        """Go by this order, the same on every rank, if the schedule left it open and nothing is under way."""
+        executor, progress = self._executor, self._executor.progress
+        if isinstance(progress.order, DefaultOrder) and progress.cursor.idle and not executor.reductions.grads:
+            executor.follow(progress.plan_for(order, len(Program(order[: len(order) // 2]).order)))
+            progress.know(GuessedOrder())  # last: if it is interrupted, it comes again
+            executor.share()
 
     # ---------------------------------------------------------------- a pass that trains
 
     def begin(self, state: State) -> State:
         """A forward begins whose gradients will come: nothing in it, up to `end`, is taken for the next pass. Consumes
         the state."""
+        executor = self._executor
         with torch.no_grad(), self._lineage.call:
-            self._executor.begin(state)
+            executor.count_forward()
+            executor.reductions.staging.use_own_bytes(False)
+            if not executor.progress.recording:
+                # In the first step a guess may be wrong, on some ranks only: they agree on each use.
+                agreed = isinstance(executor.progress.order, GuessedOrder) and not executor.run.capturing
+                executor.happen(state, "begin agreed" if agreed else "begin")
             return self._lineage.advance(state, f"{self._verb}()")
 
     def count(self) -> None:
@@ -230,38 +246,54 @@ class Session:
 
     def turn(self, state: State, last_microbatch: bool) -> None:
         """The forward is over, the backward begins. Its gradients come with `last_microbatch`, see `reduce`."""
-        self._executor.turned(state, last_microbatch)
+        executor = self._executor
+        executor.reductions.set_last(last_microbatch)
+        if executor.progress.recording:
+            executor.progress.record_turn()
+        else:
+            executor.happen(state, "turn")
 
     def expect(self, state: State, forward: Order, units: Iterable[str]) -> None:
         """The backward has begun: these were used in the forward, in order, and gradients of these units will come.
         Ranks tell each other where the order is still a guess, and may differ. Else nothing happens."""
         if self._executor.progress.cursor.agreed:
             with torch.no_grad(), self._lineage.call:
-                self._executor.differ(state, forward, tuple(units))
+                differ(self._executor, state, forward, tuple(units))
 
     def skip(self, unit: str) -> bool:
         """On this rank no gradient of this unit will come in this pass. False: the order is only being recorded, so say
         it by `reduce`, with None for each leaf."""
-        return self._executor.reductions.skip(unit)
+        progress = self._executor.progress
+        self._executor.reductions.skipped.add(unit)
+        if not progress.recording:
+            progress.make(progress.move("skip", (unit,)))
+        return not progress.recording
 
     def await_gradient(self, unit: str) -> None:
         """On this rank a gradient of this unit will come in this backward, which has begun, though nothing in the
         forward gathered it: what the gradient is computed from needs none of its weights."""
-        self._executor.reductions.expect(unit)
+        progress = self._executor.progress
+        if not progress.recording:
+            progress.make(progress.move("await", (unit,)))
 
     def all_done(self, state: State) -> None:
         """This rank has come to all that it uses in the backward. Others may need it, while the order is a guess."""
         with torch.no_grad(), self._lineage.call:
-            self._executor.all_done(state)
+            all_done(self._executor, state)
 
     def end(self, state: State, forward: Order, backward: Order) -> None:
         """The pass is over, everything is released, and these were the orders of use: a guessed order follows them from
         the next step on. Starts what peers may still wait for."""
         self._lineage.enter(state.version.serial, self._verb)
+        executor, progress = self._executor, self._executor.progress
         with torch.no_grad(), self._lineage.call:
-            self._executor.end(state, forward, backward)
-            if not self._executor.progress.recording:
-                state.version.cursor = self._executor.progress.cursor  # it goes to the caller now
+            if not progress.recording:
+                if progress.cursor.agreed:
+                    executor.gathers.fence_off()
+                executor.happen(state, "end")
+                state.version.cursor = progress.cursor  # it goes to the caller now
+            if progress.order == GuessedOrder():  # the step's first pass that ends
+                progress.know(GuessedOrder((forward, backward, tuple(executor.reductions.skipped))))
 
     # ---------------------------------------------------------------- a pass that only looks
 
@@ -271,7 +303,9 @@ class Session:
         if not self._resting:
             return state
         with self._lineage.call:
-            self._executor.rest(state)
+            if not self._executor.progress.recording:
+                self._executor.happen(state, "look")  # starts what peers started
+            self._executor.reset()
             self._lineage.rest(f"{self._verb}()")
         self._lineage.looked()
         return self._before
@@ -285,7 +319,11 @@ class Session:
     def copy_to_fallback(self, unit: str) -> None:
         """A unit that is gathered by the plan is needed where it lay off the plan, too: residuals point there. Until it
         is released."""
-        self._executor.gathers.copy_to_fallback(unit)
+        gathers = self._executor.gathers
+        there = gathers.unplanned.units[unit]
+        there.allocate()
+        for part in gathers.arena.places[unit].parts:
+            there.whole[part.bucket.name].copy_(part.whole)
 
     def copy_to_planned(self, unit: str) -> Callable[[], None] | None:
         """The other way round: a unit that is gathered off the plan is needed where it lies by the plan, too.
@@ -296,40 +334,6 @@ class Session:
         """What was lent of these units was changed. Where it is the state's own (replicated weights), its lineage is of
         no more use: from here on every use raises a StaleStateError that says why."""
         self._lineage.spoil((bucket for unit in units for bucket in state.layout.by_name[unit].buckets), why)
-
-
-@alone
-def drop_gradients(state: State) -> State:
-    """Start the step over: the state that it began with, without gradients. What was in flight is dropped.
-
-    Args:
-        state: any state of the step, also one that a verb has consumed, or that a `RestartError` left behind.
-
-    Returns:
-        the state before the step, as good as it was: weights, optimizer state, buffers, extras. A state between steps
-        is returned as it is.
-
-    As with every use of the state before the step: if all ranks call it, they meet, and go on; a rank that is elsewhere
-    in the step hears of it by a `RestartError` from the call that it waits in, and calls it, too.
-
-    Raises:
-        StaleStateError: `step` has taken the gradients. CommError: a rank that never comes.
-
-    Collective: a meeting of all ranks on the host, if the step was under way. No gradient travels.
-
-    Example, a cell that was stopped after `forward_backward`: `state = fsdp.drop_gradients(state)`.
-    """
-    lineage = state.version.lineage
-    state._valid("drop_gradients")
-    base: Any = state.version.origin or state
-    if base.version.serial != lineage.base:
-        raise StaleStateError(
-            "drop_gradients: this State is not of the step that is under way. Use the newest State, or the one that "
-            "the last step() returned."
-        )
-    lineage.enter(base.version.serial, "drop_gradients")
-    found: State = base
-    return found
 
 
 def begin_round(state: State, verb: str) -> None:
