@@ -25,6 +25,7 @@ from ._common.errors import (
     StaleStateError,
     TreeError,
 )
+from ._exact_sums import ordered_sum as _ordered_sum  # noqa: F401
 from ._extend import session as _session  # noqa: F401
 from ._float8 import scales as _scales  # noqa: F401
 from ._float8.weight import Float8Weight

@@ -35,7 +35,7 @@ from .._common.errors import ScheduleError
 from .._common.torch_names import make_wrapper, pytree
 from .._distributed.lanes import Mark
 from .._engine.sink import BucketConsumer, StepConsumer
-from .._engine.staging import ordered_sum
+from .._exact_sums.ordered_sum import ordered_sum
 from .._runtime.given import NewCounts
 from .._runtime.lanes import HostLanes
 from .._state.update import in_place, renew

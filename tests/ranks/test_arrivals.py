@@ -27,7 +27,7 @@ from functional_fsdp import ScheduleError, extend, launch
 from functional_fsdp import transforms as T
 from functional_fsdp._capture import arrivals
 from functional_fsdp._capture.arrivals import Arrival, Gone, Rooms, gone
-from functional_fsdp._engine.staging import ordered_sum
+from functional_fsdp._exact_sums.ordered_sum import ordered_sum
 from functional_fsdp._runtime.given import NewCounts
 from functional_fsdp._seams import Capture
 from functional_fsdp.extend import lineage_of

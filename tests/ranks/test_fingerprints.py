@@ -17,7 +17,7 @@ import torch.nn as nn
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp._engine.gathers import Gathers
-from functional_fsdp._engine.staging import ReductionSteps
+from functional_fsdp._engine.staging import Staging
 from functional_fsdp.look.__main__ import main as look
 from functional_fsdp.look.fingerprint import Key, Row, Step, digest
 
@@ -185,7 +185,7 @@ class Planted:
 @contextmanager
 def planted(what: str, unit: str, rank: int) -> Iterator[None]:
     """In the package itself, for all ranks: a gather that brings something else, a sum that is taken otherwise."""
-    lend, of = Gathers.lend, ReductionSteps.of
+    lend, of = Gathers.lend, Staging._steps
     seen: list[int] = []
 
     def lends(self: Any, state: Any, names: Any) -> Any:
@@ -205,7 +205,7 @@ def planted(what: str, unit: str, rank: int) -> Iterator[None]:
         with mock.patch.object(Gathers, "lend", lends):
             yield
     elif what in ("sum", "reduction"):
-        with mock.patch.object(ReductionSteps, "of", reduces):
+        with mock.patch.object(Staging, "_steps", reduces):
             yield
     else:
         yield
