@@ -31,6 +31,7 @@ from ._float8 import scales as _scales  # noqa: F401
 from ._float8.weight import Float8Weight
 from ._graph import traced as _traced  # noqa: F401  # this one and others with a private name provide what the core calls by name
 from ._graph.lower import Lowered, abstract_state, lower
+from ._host_memory import pinned as _pinned  # noqa: F401
 from ._host_memory import streamed as _streamed  # noqa: F401
 from ._host_memory.copy_lane import HostTransfer, host_transfer
 from ._io.adapters import merged, save_adapter, save_merged

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from .errors import SpecError
-from .torch_names import FakeTensorMode, storage_at
+from .calls import provided
+from .torch_names import FakeTensorMode
 
 try:
     triton: Any = import_module("triton")
@@ -123,52 +123,7 @@ def unpin(host: torch.Tensor) -> None:
 # ---- host memory as a device's tensors
 
 
-class HostBytes:
-    """Bytes of the host that a device's tensors lie in; it goes when their storage does."""
-
-    def __init__(self, host: torch.Tensor, pinned: bool) -> None:
-        self.host, self.pinned = host, pinned
-
-    def __del__(self) -> None:
-        if self.pinned:
-            with suppress(Exception):  # the process may be ending
-                _GONE.append(self.host)
-                _let_go()
-
-
-_GONE: list[torch.Tensor] = []  # pinned bytes that nobody uses any more
-
-
-def _let_go() -> None:
-    """Unpin what is gone. While a CUDA graph is captured that would end the capture, so it waits for the next time."""
-    if _GONE and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.synchronize()  # who is given these bytes next shall not meet a kernel that still reads them
-        while _GONE:
-            unpin(_GONE.pop())
-
-
-def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros [numel] in pinned memory of the host, as a tensor of `device`: kernels and copies reach the bytes over the
-    bus, in the order of streams, as if they were the device's own (CUDA programming guide, "mapped memory"). What is
-    computed from it lies on the device. On a CPU it is a tensor like any other, but `in_host_memory` knows it."""
-    host = torch.zeros(numel * dtype.itemsize, dtype=torch.uint8, device="cpu")
-    if device.type == "cuda":
-        torch.cuda.init()
-        _let_go()
-        pinned = numel > 0 and pin(host)
-        if numel > 0 and not pinned:
-            raise SpecError(
-                f"memory_kind='pinned_host': {host.nbytes:,} bytes of the host's memory could not be pinned. See the "
-                "system's limit (ulimit -l) and its free memory, or give fewer leaves such a placement."
-            )
-        storage = storage_at(host.data_ptr(), device, host.nbytes) if numel else torch.UntypedStorage(0, device=device)
-        made = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
-    else:
-        made, pinned = host.view(dtype), False
-        host = host.new_empty(0)  # not itself: nobody could free it
-    kept: Any = made.untyped_storage()  # which lives, with its attributes, as long as any view of it
-    kept.host_bytes = HostBytes(host, pinned)
-    return made
+host_memory = provided("host_memory.host_memory")  # zeros [numel] there: numel, dtype, device
 
 
 def in_host_memory(tensor: torch.Tensor) -> bool:

@@ -18,39 +18,14 @@ from typing import Any
 
 import torch
 
-from .._common.device import host_memory
-from .._common.torch_names import uses_of
+from .._common.calls import provided
 from .._distributed.lanes import Mark
 from .._plan.layout import Bucket, Unit
 from .._runtime.lanes import HostLanes
 from .._runtime.runtime import Runtime
 from .._storage.weights import Stored
 
-ALONE = 2  # who knows a storage that is only kept: its tensor, and Python's name for it
-
-
-class GradientMemory:
-    """Memory for main gradients; of the host where their placement says so, and then what nobody holds any more of the
-    steps before. What a captured step has is its graph's from then on: a replay writes there, unasked."""
-
-    def __init__(self, run: Runtime) -> None:
-        self.run = run
-        #: the host's: of eager steps, and of those that graphs replay
-        self.pool: dict[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-
-    def make(self, bucket: Bucket, numel: int) -> torch.Tensor:
-        if not bucket.grads_on_host:
-            return torch.empty(numel, dtype=bucket.grads, device=self.run.device)
-        eager, graphs = self.pool.setdefault((numel, bucket.grads), ([], []))
-        mine, also = (graphs, eager) if self.run.capturing else (eager, [])
-        for pool in (mine, also):
-            for i, memory in enumerate(pool):
-                if uses_of(memory.untyped_storage()) == ALONE:
-                    if pool is also:
-                        mine.append(pool.pop(i))
-                    return memory.detach()
-        mine.append(host_memory(numel, bucket.grads, self.run.device))
-        return mine[-1].detach()
+_gradients_on_host = provided("host_memory.gradients_on_host")
 
 
 class BucketConsumer:
@@ -108,7 +83,7 @@ class GradientSink:
     """Where the gradients of one lineage end.
 
     Attributes:
-        memory: for main gradients.
+        pool: the host's memory that main gradients had, or have.
         pending: who will take part from the step's first gradient on. consumers: by bucket, from then on.
         untouched: by bucket, oldest first: from when on nothing but an update touches its main weights and gradients.
             Where updates do not overlap it stays empty.
@@ -119,7 +94,7 @@ class GradientSink:
 
     def __init__(self, run: Runtime) -> None:
         self.run = run
-        self.memory = GradientMemory(run)
+        self.pool: dict[Any, Any] = {}
         self.pending: StepConsumer | None = None
         self.consumers: dict[str, BucketConsumer] = {}
         self.untouched: dict[str, Mark] = {}
@@ -127,6 +102,13 @@ class GradientSink:
         self.renewed: set[str] = set()
         self.streams: Any = None
         self._step: StepConsumer | None = None
+
+    def memory(self, bucket: Bucket, numel: int) -> torch.Tensor:
+        """Memory for so many main gradients."""
+        if bucket.grads_on_host:
+            kept: torch.Tensor = _gradients_on_host(self.pool, self.run, bucket, numel)
+            return kept
+        return torch.empty(numel, dtype=bucket.grads, device=self.run.device)
 
     # ---------------------------------------------------------------- gradients that are used up
 

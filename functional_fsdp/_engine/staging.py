@@ -300,7 +300,7 @@ class Staging:
     def zeros(self, bucket: Bucket, grads: dict[str, FlatBuffer]) -> None:
         """Main gradients of a bucket for which no rank has one: nothing is sent."""
         self.seen[bucket.name] = bucket.name in self.seen
-        local = self.sink.memory.make(bucket, bucket.numel // bucket.slices("main"))
+        local = self.sink.memory(bucket, bucket.numel // bucket.slices("main"))
         if bucket.grads_on_host and not self.run.lanes.waits_on_host:
             for mark in self.marks.values():  # lanes may still read there what was partial in this step
                 self.run.lanes.wait(mark)
@@ -339,7 +339,7 @@ class Staging:
             grads[bucket.name] = FlatBuffer(consumer.begin(way.ends, sums, beside), bucket, way.states, self.mesh)
             return self._steps(way, stage, spare, None, False, consumer, feedback)
         same = stage.dtype is bucket.grads and not bucket.grads_on_host  # a call without keywords takes half the time
-        local = stage.new_empty(way.numel) if same else self.sink.memory.make(bucket, way.numel)
+        local = stage.new_empty(way.numel) if same else self.sink.memory(bucket, way.numel)
         grads[bucket.name] = FlatBuffer(local, bucket, way.states, self.mesh)
         return self._steps(way, stage, spare, local, False, None, feedback)
 
@@ -441,7 +441,7 @@ class Staging:
         way = self.records(bucket).finish
         if way.collectives:
             self._note(bucket, True)
-        local = self.sink.memory.make(bucket, way.numel)
+        local = self.sink.memory(bucket, way.numel)
         grads[bucket.name] = FlatBuffer(local, bucket, way.states, self.mesh)
         job = self._complete(bucket, way, have.local, local, self._feedback(bucket, way))
         done = self._submit([job], [way], self.run.lanes.mark(), ordered=True)

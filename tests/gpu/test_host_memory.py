@@ -15,7 +15,8 @@ from gpu.machine import RANKS, check_gpus
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._common.device import _GONE, clone_as, host_memory, in_host_memory
+from functional_fsdp._common.device import clone_as, in_host_memory
+from functional_fsdp._host_memory.pinned import _GONE, host_memory
 from functional_fsdp._launch.launch import stop_workers
 
 pytestmark = pytest.mark.timeout(400)
