@@ -89,6 +89,7 @@ from .codecs.dynamic8 import dynamic8
 from .codecs.four_bits import int4, nf4
 from .codecs.quantized import from_quantized
 from .look import equal_check as _equal_check  # noqa: F401
+from .look import tables as _tables  # noqa: F401
 from .look.compare import Comparison, Difference, compare
 from .look.draw import draw
 from .look.fingerprint import Prints, fingerprint

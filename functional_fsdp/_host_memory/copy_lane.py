@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._common.calls import provide
 from .._common.device import being_captured, current_device, device_of, host_memory, pin, unpin
 from .._common.errors import ScheduleError, SpecError
 from .._common.torch_names import disable_current_modes, dispatch_modes, pytree
@@ -323,9 +322,6 @@ def planned_transfer(state: State) -> HostTransfer:
     of_unit = {unit.name: sum(sizes.get(b.name, 0) for b in unit.buckets) for unit in layout.units}
     beside = sum(of_unit[gather.unit] for gather in plan.gathers)
     return HostTransfer(moved + gradients, moved + copies, beside, gradients)
-
-
-provide("host_memory", planned_transfer)
 
 
 def host_transfer(state: State, bandwidth: float | None = None) -> HostTransfer:

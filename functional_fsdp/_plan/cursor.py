@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .._common.tree import bytes_text, table
+from .._common.calls import provided
 from .plan import Plan
 
+_cursor_table = provided("look.cursor_table")
 Bits = int  # a set of small numbers, one bit each: 0b101 is {0, 2}
 
 
@@ -132,19 +133,4 @@ class Cursor:
         return "live, held" if held else "live"
 
     def __repr__(self) -> str:
-        plan, count = self.plan, len(self.plan.uses)
-        rows = []
-        for unit in plan.units:
-            lives = ", ".join(f"{a}–{b}" if a < b else str(a) for a, b in unit.lives)
-            place = (bytes_text(unit.nbytes), f"{unit.address:,}", lives) if unit.parts else ("-", "-", "-")
-            rows.append((unit.name, *place, unit.gathers or "-", self.status(unit.name)))
-        where = "nothing is begun" if self.idle else (
-            f"use {self.at} of {count} comes next"
-            + (f" ({plan.uses[self.at].unit})" if self.at < count else " (the program is through)")
-        )  # fmt: skip
-        waits = f", {self.early_bits.bit_count()} gradients wait for their turn" if self.early_bits else ""
-        return (
-            f"{table(('unit', 'bytes', 'address', 'gathered in uses', 'gathers', 'now'), rows)}\n"
-            f"{where}; {self.issued} of {len(plan.gathers)} gathers and {self.reduced} of {len(plan.reductions)} "
-            f"reductions of this pass issued{waits}"
-        )
+        return _cursor_table(self)

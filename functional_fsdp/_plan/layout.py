@@ -31,7 +31,7 @@ import torch
 
 from .._common.calls import provided
 from .._common.errors import SpecError
-from .._common.tree import PathIndex, Paths, bytes_text, table
+from .._common.tree import PathIndex, Paths
 from .._spec.codec import Codec, Form
 from .._spec.placement import Placement
 from .._spec.precision import LeafPrecision, Precision
@@ -41,7 +41,7 @@ from .bucket import ALIGN, STAGED, Bucket, Leaf, aligned, rows_of
 
 __all__ = ["ALIGN", "STAGED", "Bucket", "Layout", "Leaf", "LeafInfo", "Unit", "aligned", "plan_layout"]
 
-_lie = provided("axes.lie")
+_lie, _layout_table = provided("axes.lie"), provided("look.layout_table")
 _refuse_gather, _refuse_wire = provided("codecs.refuse_gather"), provided("codecs.refuse_wire")
 
 
@@ -163,40 +163,7 @@ class Layout:
         return 1 - sum(leaf.numel for b in self.buckets.values() for leaf in b.leaves) / max(total, 1)
 
     def __repr__(self) -> str:
-        def short(dtype: torch.dtype) -> str:
-            return str(dtype).removeprefix("torch.")
-
-        rows = []
-        for unit in self.units:
-            for bucket in unit.buckets:
-                dtypes = dict.fromkeys(map(short, (bucket.main, bucket.compute, bucket.gather, bucket.grads)))
-                size = sum(leaf.numel for leaf in bucket.leaves)
-                sizes = (bytes_text(bucket.nbytes(kind)) for kind in ("main", "weights"))
-                grads = bytes_text(bucket.nbytes("grads")) if bucket.trainable else "frozen"
-                kinds = "/".join(dtypes) + _codecs(bucket)
-                pad = bucket.numel - size
-                rows.append((bucket.name, len(bucket.leaves), size, pad, bucket.placement, kinds, *sizes, grads))
-        sizes_of = ("main/rank", "weights/rank", "grads/rank")
-        header = ("bucket", "leaves", "elements", "pad", "placement", "dtypes", *sizes_of)
-        return table(header, rows) + self._said_of_units() + self._said_of_host()
-
-    def _said_of_units(self) -> str:
-        sizes = {unit.name: sum(leaf.numel for bucket in unit.buckets for leaf in bucket.leaves) for unit in self.units}
-        if not sizes:
-            return ""
-        largest = max(sizes, key=lambda name: sizes[name])
-        share = sizes[largest] / max(sum(sizes.values()), 1)
-        return f"\n{len(sizes)} unit{'s' * (len(sizes) > 1)}, the largest of {share:.0%} of all elements: {largest!r}"
-
-    def _said_of_host(self) -> str:
-        sizes = {kind: self.host_nbytes(kind) for kind in ("main", "weights", "grads")}
-        if not any(sizes.values()):
-            return ""
-        said = ", ".join(f"{kind} {bytes_text(nbytes)}" for kind, nbytes in sizes.items() if nbytes)
-        return (
-            f"\nin the host's memory, on a rank: {said}, and what an optimizer keeps; host_transfer(state) says what a "
-            "step moves, of an abstract_state, too"
-        )
+        return _layout_table(self)
 
 
 def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | None = None) -> Layout:
@@ -309,12 +276,6 @@ def _wire(name: str, bucket: Bucket) -> tuple[Any, ...]:
     """How gradients of a bucket travel packed, for the layout's hash."""
     along = (bucket.codec_axis,) if bucket.codec_axis else ()
     return name, bucket.codec, bucket.feedback, *along
-
-
-def _codecs(bucket: Bucket) -> str:
-    """What a bucket's bytes are, where they are packed."""
-    said = "".join(f" {codec}" for codec in dict.fromkeys(str(leaf.form.codec) for leaf in bucket.leaves if leaf.form))
-    return said + f" gather {bucket.gather_codec}" * (bucket.gather_codec is not None)
 
 
 def _resolved(leaf: LeafInfo, precision: Precision, exact: bool) -> LeafPrecision:

@@ -20,20 +20,20 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from .._common.tree import bytes_text, table
+from .._common.calls import provided
 from .._spec.schedule import Schedule, named
 from .layout import STAGED, Bucket, Layout, aligned
 from .pack import Interval, pack
 from .program import Program, program
 from .route import Partial, Replicated, states_of
 
+_plan_table = provided("look.plan_table")
 TRIED = 1 << 20  # sets of units that are tried for a budget; of more kinds of units all or none stay
 
 
@@ -358,29 +358,7 @@ class Plan:
         return tuple(u.name for u in self.units if any(first <= use <= last for first, last in u.lives))
 
     def __repr__(self) -> str:
-        reduces = Counter(reduction.unit for reduction in self.reductions)
-        rows = []
-        for unit in self.units:
-            lives = ", ".join(f"{a}–{b}" if a < b else str(a) for a, b in unit.lives)
-            place = (bytes_text(unit.nbytes), f"{unit.address:,}", lives) if unit.parts else ("resident", "-", "-")
-            kept = "yes" if unit.kept else "-"
-            rows.append((unit.name, *place, unit.gathers or "-", kept, reduces.get(unit.name) or "-"))
-        depth, held = self.schedule.prefetch, sum(unit.nbytes for unit in self.units if unit.kept)
-        ways = Counter(way for _, way in self.activations)
-        return "\n".join(
-            (
-                table(("unit", "bytes", "address", "gathered in uses", "gathers", "kept", "reduces"), rows),
-                f"{len(self.uses)} uses, {sum(u.gathers for u in self.units)} gathers, {len(self.reductions)} "
-                f"reductions a step; prefetch {depth if isinstance(depth, int) else dict(depth)}"
-                + (", debug" if self.schedule.debug else ""),
-                f"arena {bytes_text(self.arena)} ({self.rule}; lower bound {bytes_text(self.bound)}, "
-                f"{self.excess:+.1f} %), "
-                + (f"{bytes_text(held)} of it kept, " if self.schedule.keep == "frozen" else "")
-                + f"staging {bytes_text(self.staging)}"
-                + (f", exact sums {bytes_text(self.received)}" if self.received else ""),
-                *([f"activations: {'; '.join(f'{n} modules {way}' for way, n in ways.items())}"] * bool(ways)),
-            )
-        )
+        return _plan_table(self)
 
 
 def make_plan(

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._common.calls import provided
 from .._common.errors import SpecError
-from .._common.tree import first_match, table
+from .._common.tree import first_match
 from .placement import Placement, zero3
 from .precision import Precision
 from .schedule import Schedule
@@ -107,8 +107,7 @@ def transport_of(said: object) -> Transport:
 
 
 Rules = tuple[tuple[str, Any], ...]
-_alongs, _cuts_of = provided("axes.alongs"), provided("axes.cuts_of")
-FOUND = "found by what repeats in the paths; small numbered layers joined, containers divided"
+_alongs, _cuts_of, _spec_table = provided("axes.alongs"), provided("axes.cuts_of"), provided("look.spec_table")
 
 
 def _rules(value: Mapping[str, Any] | None) -> Rules:
@@ -300,38 +299,4 @@ class Spec:
         return tuple(_cuts_of(path, shape, first_match(self.own, (path, *aliases)) or (), self.axes)[1])
 
     def __repr__(self) -> str:
-        def rules(pairs: Rules) -> str:
-            return ", ".join(f"{k}: {v}" for k, v in pairs)
-
-        whole = len(self.placements) == 1 and self.placements[0][0] == "*"
-        apart = [
-            f"; {'' if whole else f'{pattern}: '}none over {', '.join(own)}, where ranks have weights of their own"
-            for pattern, rule in self.placements
-            if (own := [axis for axis in rule.apart(self.axes) if axis not in self.own_axes])
-        ]
-        rows = [
-            ("mesh", " × ".join(f"{axis} {size}" for axis, size in self.axes.items())),
-            ("placement", str(self.placements[0][1]) if whole else rules(self.placements)),
-            ("precision", rules(self.precisions) if self.precisions[0][0] != "*" else str(self.precisions[0][1])),
-            ("units", FOUND if self.units is None else str(self.units)),
-            ("labels", rules(self.labels) or "default"),
-            ("trainable", rules(self.trainable) or "as given"),
-            ("gradients", f"{self.average} over data ranks{''.join(apart)}"),
-            ("schedule", str(self.schedule)),
-            ("transport", repr(self.transport)),
-        ]
-        rows[2:2] = [
-            ("own" if not i else "", f"{k}: {'; '.join(map(str, some))}") for i, (k, some) in enumerate(self.own)
-        ]
-        if any(rule.on_host for _, rule in self.placements):
-            rows.insert(2, ("host's memory", self._said_of_host(whole)))
-        return table(("Spec", ""), rows)
-
-    def _said_of_host(self, whole: bool) -> str:
-        found = []
-        for pattern, rule in self.placements:
-            kinds = ["main weights", "optimizer state"] if rule.on_host else []
-            kinds += ["main gradients"] * ("grads" in rule.on_host) + ["compute shards"] * rule.copy_on_host
-            if kinds:
-                found.append(f"{'' if whole else f'{pattern}: '}{', '.join(kinds)}")
-        return f"{'; '.join(found)} (bytes: print(layout); what a step moves: host_transfer(state))"
+        return _spec_table(self)

@@ -18,13 +18,12 @@ from .._engine.executor import Executor
 from .._plan.cursor import Cursor, InFlight
 from .._plan.layout import Layout
 from .._runtime.runtime import runtime_of
-from .._spec.settings import opaque_settings
 from .._spec.spec import Spec
-from .._storage.flat import FlatBuffer, at_home, summary
+from .._storage.flat import FlatBuffer, at_home
 from .._storage.weights import Stored
 from .lineage import Lineage, Version
 
-_transfer = provided("host_memory.planned_transfer")
+_state_table = provided("look.state_table")
 
 
 class Context:
@@ -250,15 +249,7 @@ class State(Stored):
         return "in the middle of a step" if serial == lineage.head else f"consumed by {lineage.consumer(serial)}"
 
     def __repr__(self) -> str:
-        axes = " × ".join(f"{axis} {n}" for axis, n in self.spec.axes.items())
-        trees = {name: getattr(self, name) for name in ("main", "weights", "grads", "opt", "buffers", "extras")}
-        trees |= {"residual": self.residual} if self.residual else {}
-        what = f"State of {len(self.units)} units, {len(self.layout.paths)} leaves"
-        hidden = opaque_settings(self.optimizer, "optimizer")
-        more = f" and {len(hidden) - 2} more" if len(hidden) > 2 else ""
-        unseen = f"\nranks cannot compare {', '.join(hidden[:2])}{more}" if hidden else ""
-        moves = f"\n{_transfer(self)!r}; see host_transfer(state)" if self.layout.host_nbytes("main") else ""
-        return f"{what}, mesh {axes}, step {self._steps}, {self._status()}\n{summary(trees)}{moves}{unseen}"
+        return _state_table(self)
 
 
 FIELDS = tuple(f.name for f in fields(State))

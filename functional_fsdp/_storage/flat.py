@@ -26,14 +26,14 @@ from .._common.device import host_memory, in_host_memory, make_room, zeros_as
 from .._common.errors import SpecError
 from .._common.torch_names import foreach_copy_, foreach_zero_, pytree, unflatten_dense_tensors
 from .._common.tracing import traced_as
-from .._common.tree import bytes_text, register, table
+from .._common.tree import register
 from .._plan.bucket import ALIGN, aligned
 from .._plan.layout import Bucket, Leaf
 from .._plan.route import Axis, How, Replicated, Sharded, States, route
 from .._runtime.runtime import runtime_of
 from .gradients import refuse_meta
 
-_joined_leaves = provided("axes.joined_leaves")
+_joined_leaves, summary = provided("axes.joined_leaves"), provided("look.summary")
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
@@ -182,34 +182,6 @@ register(
     ("local",),
     lambda context, children: FlatBuffer(children[0], *context),
 )
-
-
-def summary(trees: Mapping[str, Any]) -> str:
-    """A table with a row for each tree of tensors: how many, their bytes, their dtype, and how they lie."""
-    rows: list[tuple[Any, ...]] = []
-    for name, tree in trees.items():
-        tensors = [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
-        dtypes = "/".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
-        nodes = pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, FlatBuffer))
-        buffer = next((node for node in nodes if isinstance(node, FlatBuffer)), None)
-        states = ", ".join(f"{axis}: {s}" for axis, s in buffer.states) if buffer else ""
-        far = sum(_far(node, name) for node in nodes)
-        states += f"; {bytes_text(far)} in host memory" if far else ""
-        size = bytes_text(sum(t.numel() * t.element_size() for t in tensors))
-        rows.append((name, len(tensors), size, dtypes or "-", states or "-"))
-    return table(("field", "tensors", "bytes a rank", "dtype", "placed"), rows)
-
-
-def _far(node: Any, tree: str) -> int:
-    """Bytes of a node of a tree that lie in the host's memory; of an abstract state, that would."""
-    local = node.local if isinstance(node, FlatBuffer) else node
-    if not isinstance(local, torch.Tensor):
-        return 0
-    there = in_host_memory(local)
-    if local.is_meta and isinstance(node, FlatBuffer):
-        bucket = node.bucket
-        there = {"weights": bucket.copy_on_host, "grads": bucket.grads_on_host}.get(tree, bucket.on_host)
-    return int(local.nbytes) if there else 0
 
 
 def _places(mesh: Any) -> dict[str, int]:

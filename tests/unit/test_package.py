@@ -211,7 +211,7 @@ SATELLITES: dict[str, set[str]] = {
     "_simulate": {"_io"},  # a save that goes on beside the training
     "_launch": {"_io", "_simulate"},
     "codecs": set(),
-    "look": {"_extend"},  # shards, and gradients by unit
+    "look": {"_extend", "_host_memory"},  # shards, and gradients by unit; what a step moves
     "_predict": {"look", "_graph"},  # what draws; states of shapes
     "convert": {"_io", "_launch"},
 }
