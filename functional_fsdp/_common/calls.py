@@ -84,59 +84,22 @@ def verb(traced: Callable[..., Any]) -> Callable[[F], F]:
     Args:
         traced: what it is inside torch.compile.
     """
-    return lambda fn: _checked(fn, traced)
+    return lambda fn: _entered(fn, fn.__name__, 0, _in_graph(fn, traced), no_grad=True)
 
 
-def _checked(fn: F, traced: Callable[..., Any]) -> F:
-    @wraps(fn)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or LOWERING:  # `tracing()`, without a call
-            if isinstance(func_interpreter(), INTERPRETER):  # what the compiler can tell
-                refuse("ScheduleError", fn.__name__ + TRANSFORM)
-            try:
-                with torch.no_grad():
-                    return traced(*args, **kwargs)
-            except FsdpError as error:
-                refuse(type(error).__name__, error.args[0])
-        if func_interpreter() is not None:
-            raise ScheduleError(fn.__name__ + TRANSFORM)
-        state: Any = args[0] if args else kwargs.get("state")
+def _in_graph(fn: Callable[..., Any], traced: Callable[..., Any]) -> Callable[..., Any]:
+    """What a verb is where a graph is made."""
+
+    def in_graph(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(func_interpreter(), INTERPRETER):  # what the compiler can tell
+            refuse("ScheduleError", fn.__name__ + TRANSFORM)
         try:
-            run = state.version.lineage.runtime
-        except AttributeError:
-            _token(state, fn.__name__)  # says what it is instead
-            raise
-        users = run.users
-        call: Callable[..., Any] = fn
-        if run.watcher is not None:
-            call = partial(run.watcher, fn.__name__, fn)
-        if profiler._is_profiler_enabled:
-            call = ranged(call, said(fn.__name__, args))
-        before = torch.is_grad_enabled()
-        me = get_ident()
-        outermost = not users or users.get(0) != me  # else within another call of this thread
-        owner = 0 if outermost else me
-        try:
-            if outermost:
-                owner = users.setdefault(0, me)
-                if owner != me and _taken_over(users, owner, me):
-                    owner = me
-            if owner == me:
-                if torch.is_inference_mode_enabled():
-                    with torch.inference_mode(False), torch.no_grad():
-                        return call(*args, **kwargs)
-                set_grad_enabled(False)
-                return call(*args, **kwargs)
-        except dist.DistError as error:
-            raise _unreachable(fn.__name__, state, error) from error
-        finally:
-            set_grad_enabled(before)
-            if outermost and owner == me:
-                users.pop(0, None)
-        raise _busy(fn.__name__, owner)
+            with torch.no_grad():
+                return traced(*args, **kwargs)
+        except FsdpError as error:
+            refuse(type(error).__name__, error.args[0])
 
-    _codes.add(cast(Any, checked).__code__)
-    return cast(F, checked)
+    return in_graph
 
 
 def alone(fn: F, name: str = "", at: int = 0, traced: Callable[..., Any] | None = None) -> F:
@@ -156,29 +119,54 @@ def alone(fn: F, name: str = "", at: int = 0, traced: Callable[..., Any] | None 
     in_graph = traced or fn
     if tracing():  # made inside a compiled step, which cannot look at functions
         return cast(F, in_graph)
+    return _entered(fn, name or fn.__name__, at, in_graph, no_grad=False)
+
+
+def _entered(fn: F, name: str, at: int, traced: Callable[..., Any], no_grad: bool) -> F:
+    """A function that claims the states of a mesh for its thread while it runs. `no_grad`: it is a verb."""
 
     @wraps(fn)
     def entered(*args: Any, **kwargs: Any) -> Any:
-        if tracing():
-            return in_graph(*args, **kwargs)
-        state = args[at] if len(args) > at else kwargs.get("state")
-        call = ranged(fn, name or fn.__name__) if profiler._is_profiler_enabled else fn
-        me, owner = get_ident(), 0
-        users = _token(state, name or fn.__name__).lineage.runtime.users
-        if users.get(0) == me:  # within another call of this thread
-            return _outside(call, args, kwargs)
+        if torch.compiler.is_dynamo_compiling() or LOWERING:  # `tracing()`, without a call
+            return traced(*args, **kwargs)
+        if no_grad and func_interpreter() is not None:
+            raise ScheduleError(name + TRANSFORM)
+        state: Any = args[at] if len(args) > at else kwargs.get("state")
         try:
-            owner = users.setdefault(0, me)
-            if owner != me and _taken_over(users, owner, me):
-                owner = me
+            run = state.version.lineage.runtime
+        except AttributeError:
+            _token(state, name)  # says what it is instead
+            raise
+        users = run.users
+        call: Callable[..., Any] = fn
+        if no_grad and run.watcher is not None:
+            call = partial(run.watcher, name, fn)
+        if profiler._is_profiler_enabled:
+            call = ranged(call, said(name, args) if no_grad else name)
+        before = torch.is_grad_enabled()
+        me = get_ident()
+        outermost = not users or users.get(0) != me  # else within another call of this thread
+        owner = 0 if outermost else me
+        try:
+            if outermost:
+                owner = users.setdefault(0, me)
+                if owner != me and _taken_over(users, owner, me):
+                    owner = me
             if owner == me:
-                return _outside(call, args, kwargs)
+                if torch.is_inference_mode_enabled():
+                    with torch.inference_mode(False), torch.no_grad():
+                        return call(*args, **kwargs)
+                if no_grad:
+                    set_grad_enabled(False)
+                return call(*args, **kwargs)
         except dist.DistError as error:
-            raise _unreachable(name or fn.__name__, state, error) from error
+            raise _unreachable(name, state, error) from error
         finally:
-            if owner == me:
+            if no_grad:
+                set_grad_enabled(before)
+            if outermost and owner == me:
                 users.pop(0, None)
-        raise _busy(name or fn.__name__, owner)
+        raise _busy(name, owner)
 
     _codes.add(cast(Any, entered).__code__)
     return cast(F, entered)
