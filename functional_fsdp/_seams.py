@@ -14,14 +14,13 @@ from ._common.tracing import KEEPING, foreign_tracer, tracing_now, users_line
 from ._extend.session import note_activations
 from ._graph.graph import Graph, GraphBuild, graph_of, keep_residuals, refuse_values
 from ._graph.lower import point_at_second_gathers
-from ._graph.traced import coordinate_of
+from ._graph.traced import begin_compiled, coordinate_of
 from ._host_memory.copy_lane import HostBuffer
 from ._nn.module import around_bound_calls
 from ._nn.skeleton import aliases_of, changed, local_part, refuse_meta
 from ._optim.optimizer import put
 from ._plan.advance import Collision
 from ._runtime.given import NewCounts
-from ._state.lineage import begin_compiled
 from ._storage.weights import spoilt
 from ._transports import cuda_driver
 from .look.peak import StepMemory, Stretch, find_peak

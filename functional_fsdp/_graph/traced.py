@@ -776,4 +776,25 @@ def finish_reductions(state: State, what: str = "finish_reductions") -> State:
     return state._evolve(grads={name: grads[name] for name in state.main if name in grads})
 
 
+def begin_compiled(state: Any) -> None:
+    """A compiled step is about to begin with this state, and has what it goes by. Drops what a step that was abandoned
+    has in flight.
+
+    Raises:
+        StaleStateError: it was consumed. ScheduleError: it is in the middle of a step.
+    """
+    lineage, version = state.version.lineage, state.version
+    lineage.valid(version.serial, "a compiled step")
+    if version.origin is not None or state.grads:
+        raise ScheduleError(
+            "a compiled step was given a State in the middle of a step. It begins with a state between steps: give it "
+            "the one that the step began with, or the one that step() returned."
+        )
+    lineage.enter(version.serial, "a compiled step")
+    lineage.end_reads()
+    kind, said = lineage.for_graphs()
+    if said:
+        refuse(kind, said)
+
+
 provide("graph", unshard, release, reduce, finish_reductions, step, axes_of, over_axes)

@@ -39,7 +39,7 @@ import hashlib
 import pickle
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from .runtime import Runtime
 
 T = TypeVar("T")
-K = TypeVar("K")
 
 GIVEN = 2  # bits of a vote's number; the other 32 are its digest
 UNITS = 1 << 16  # units that have numbers of their own
@@ -374,15 +373,6 @@ class Agreement:
             raise
         self.parted = False
         return [pickle.loads(one) for one in found]
-
-    def uneven(self, have: Mapping[K, Any], what: str) -> list[K]:
-        """The keys of what this rank has and not every rank has, with the same value. Host; waits for all."""
-        every = self.everyone(have, what)
-        return [key for key, value in have.items() if any(other.get(key) != value for other in every)]
-
-    def complaint(self, text: str) -> str | None:
-        """What the first rank that has something to say says; None if all are content (""). Host; waits for all."""
-        return next((said for said in self.everyone(text, "complaint") if said), None)
 
     # ---- news
 

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from .._common.calls import provided
-from .._common.errors import FsdpError, ScheduleError, StaleStateError
+from .._common.errors import FsdpError, StaleStateError
 from .._common.interrupts import guard, leave
-from .._common.tracing import refuse
 from .._engine.executor import Executor
 from .._nn.skeleton import changed
 from .._plan.layout import Bucket, Layout
@@ -465,27 +464,6 @@ class Lineage:
 def _without_version(state: Any) -> dict[str, Any]:
     """The fields of a state, but for what holds its lineage."""
     return {name: value for name, value in state.__dict__.items() if name != "version"}
-
-
-def begin_compiled(state: Any) -> None:
-    """A compiled step is about to begin with this state, and has what it goes by. Drops what a step that was abandoned
-    has in flight.
-
-    Raises:
-        StaleStateError: it was consumed. ScheduleError: it is in the middle of a step.
-    """
-    lineage, version = state.version.lineage, state.version
-    lineage.valid(version.serial, "a compiled step")
-    if version.origin is not None or state.grads:
-        raise ScheduleError(
-            "a compiled step was given a State in the middle of a step. It begins with a state between steps: give it "
-            "the one that the step began with, or the one that step() returned."
-        )
-    lineage.enter(version.serial, "a compiled step")
-    lineage.end_reads()
-    kind, said = lineage.for_graphs()
-    if said:
-        refuse(kind, said)
 
 
 class Version:

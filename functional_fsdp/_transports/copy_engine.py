@@ -27,7 +27,7 @@ from .._plan.route import Route
 from .._runtime.runtime import Runtime
 from .._spec.spec import Traits, Transport
 from .._storage.weights import Filling, Place, Stored, read, span_of
-from .peer_memory import PeerMemory, check_reach
+from .peer_memory import PeerMemory, check_reach, uneven
 
 __all__ = ["Copies", "CopyEngine", "Reading", "RemoteRead"]
 
@@ -121,7 +121,7 @@ class Copies(Carrier):
         check_reach(self.run, self.axes())
         before = self.memories
         have = {name: peer_memory.nbytes for name, peer_memory in before.items()}
-        for name in self.run.uneven(have, "memories"):
+        for name in uneven(self.run, have, "memories"):
             if name:
                 del self.stages[name]
             else:

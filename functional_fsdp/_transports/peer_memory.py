@@ -24,9 +24,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -35,6 +35,8 @@ from .._common.errors import CommError, SpecError
 from .._common.torch_names import raw_stream, symmetric_memory
 from .._runtime.runtime import Runtime
 from .cuda_driver import driver
+
+K = TypeVar("K")
 
 __all__ = ["Operation", "PeerMemory", "Signals", "check_reach", "operations", "use_backend"]
 
@@ -102,7 +104,7 @@ class PeerMemory:
             os.close(fd)
 
     def _agree(self, run: Runtime, failed: str) -> None:
-        why = run.complaint(failed)
+        why = complaint(run, failed)
         if why is not None:
             raise SpecError(
                 f"Spec(transport='copy_engine'): {self.nbytes:,} bytes of memory that others can read, along "
@@ -143,7 +145,7 @@ def check_reach(run: Runtime, axes: Iterable[str]) -> None:
                 f"GPUs must be able to read each other's memory (NVLink, or PCIe peer access); along {axis!r} some "
                 "cannot. Use transport='collective'."
             )
-    found = run.complaint(wrong)
+    found = complaint(run, wrong)
     if found:
         raise SpecError(f"Spec(transport='copy_engine'): {found}")
 
@@ -256,6 +258,17 @@ def _issue(batch: list[Any], device: int) -> Any:
     """On the current stream. Returns the driver's CUresult, 0 for success."""
     (error,) = driver().cuStreamBatchMemOp(raw_stream(device), len(batch), batch, 0)
     return error
+
+
+def uneven(run: Runtime, have: Mapping[K, Any], what: str) -> list[K]:
+    """The keys of what this rank has and not every rank has, with the same value. Host; waits for all."""
+    every = run.everyone(have, what)
+    return [key for key, value in have.items() if any(other.get(key) != value for other in every)]
+
+
+def complaint(run: Runtime, text: str) -> str | None:
+    """What the first rank that has something to say says; None if all are content (""). Host; waits for all."""
+    return next((said for said in run.everyone(text, "complaint") if said), None)
 
 
 provide("transports", Signals)

@@ -22,7 +22,7 @@ from .._common.errors import SpecError
 from .._common.torch_names import symmetric_memory
 from .._engine.gathers import Carrier
 from .._spec.spec import Traits, Transport
-from .peer_memory import use_backend
+from .peer_memory import complaint, uneven, use_backend
 
 if TYPE_CHECKING:
     from .._plan.layout import Layout, Unit
@@ -60,7 +60,7 @@ class NcclWindows(Carrier):
         Returns whether something is new.
         """
         have = {key: number for key, (number, _) in self.made.items()}
-        for key in self.run.uneven(have, "windows"):
+        for key in uneven(self.run, have, "windows"):
             _give_back(self.run, {key: self.made.pop(key)})
         self.arena(plan.arena)
         self._stages(plan.staging)
@@ -166,7 +166,7 @@ def registered(run: Runtime, nbytes: int, groups: list[Any]) -> torch.Tensor:
             memory = symmetric.empty(max(nbytes, 1), dtype=torch.uint8, device=run.device)
         except RuntimeError as error:
             failed = str(error).splitlines()[0]
-    why = run.complaint(failed)
+    why = complaint(run, failed)
     if why is None:
         try:
             for group in groups:
@@ -174,7 +174,7 @@ def registered(run: Runtime, nbytes: int, groups: list[Any]) -> torch.Tensor:
                 symmetric.rendezvous(memory, group.group_name)
         except RuntimeError as error:
             failed = str(error).splitlines()[0]
-        why = run.complaint(failed)
+        why = complaint(run, failed)
         if why is None:
             return memory
     raise SpecError(
