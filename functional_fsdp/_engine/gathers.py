@@ -164,7 +164,9 @@ class Carrier:
         """The job that gathers a unit, from the shards of its buckets: parts travel together."""
         if len(place.parts) == 1:
             (part,) = place.parts
-            return place.issued, self.gather(place, part, read(state, part.bucket).local, True), place.single
+            name = part.bucket.name  # below: `read`, without a call
+            source = state.weights[name] if name in state.weights else state.main[name]
+            return place.issued, self.gather(place, part, source.local, True), place.single
         parts = enumerate(place.parts)
         jobs = [self.gather(place, part, read(state, part.bucket).local, i == 0) for i, part in parts]
         return place.issued, together(jobs), place.single

@@ -111,7 +111,7 @@ class Progress:
 
         Collective, where the order was open.
         """
-        if order.said is None:
+        if not order.open or order.said is None:
             return None
         planned = self.plan.schedule.order
         everyone = run.everyone(order.said, order.what)

@@ -32,7 +32,7 @@ class Reductions:
     """The gradients of one lineage: those that have come, and those that are on their way.
 
     Attributes:
-        grads: the main gradients of the step so far. given: which leaves got one.
+        grads: the main gradients of the step so far. given: which leaves got one. final: how they lie in the end.
         early: gradients whose turn has not come, by reduction.
         last: what the newest gradient came with: zeros in a unit's stead follow it.
         hollow: by unit, the buckets of those in which no trained leaf has elements.
@@ -49,6 +49,7 @@ class Reductions:
         self.layout = progress.layout
         trained = {unit.name: [b for b in unit.buckets if b.trainable] for unit in self.layout.units}
         self.hollow = {name: some for name, some in trained.items() if not any(bucket.numel for bucket in some)}
+        self.final = {name: states_of(bucket, "main") for name, bucket in self.layout.trainable.items()}
         self.grads: dict[str, FlatBuffer] = {}
         self.given = GradientMask(self.layout, run.sizes, run.coordinate)
         self.early: dict[int, Values] = {}
@@ -82,8 +83,7 @@ class Reductions:
         cursor = self.progress.cursor
         if self.early or cursor.reduced or cursor.due or cursor.ahead:
             return False
-        grads, trainable = self.grads, self.layout.trainable
-        return all(n in grads and grads[n].states == states_of(b, "main") for n, b in trainable.items())
+        return all(n in self.grads and self.grads[n].states == final for n, final in self.final.items())
 
     # ---------------------------------------------------------------- gradients that come
 
@@ -162,7 +162,8 @@ class Reductions:
         """Start what the main gradients still lack: what is partial, zeros where no plan names a unit."""
         for name, bucket in self.layout.trainable.items():
             if name in self.grads:
-                self.staging.complete(bucket, self.grads)
+                if self.grads[name].states != self.final[name]:
+                    self.staging.complete(bucket, self.grads)
             else:  # of a unit that the plan does not name, and so no rank has a gradient
                 self.staging.zeros(bucket, self.grads)
         for unit in self.gathers.flying:

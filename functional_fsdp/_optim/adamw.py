@@ -158,8 +158,8 @@ class AdamW(UpdatesSome):
         torch.autograd.graph.increment_version([*p, *m, *v])  # the fused kernel does not
         fused_adamw_(
             p, g, m, v, [], taken,
-            lr=as_rate(lr), beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=decay, amsgrad=False,
-            maximize=False, found_inf=None if skip is None else skip.float(),
+            lr=as_rate(lr) if isinstance(lr, torch.Tensor) else lr, beta1=betas[0], beta2=betas[1], eps=eps,
+            weight_decay=decay, amsgrad=False, maximize=False, found_inf=None if skip is None else skip.float(),
         )  # fmt: skip
 
     def __hash__(self) -> int:

@@ -79,8 +79,9 @@ class Sgd(UpdatesSome):
         torch.autograd.graph.increment_version([*p, *moving])
         fused_sgd_(
             p, g, moving,
-            weight_decay=decay, momentum=factor, lr=as_rate(lr), dampening=0.0, nesterov=self.nesterov,
-            maximize=False, is_first_step=False, found_inf=None if skip is None else skip.float(),
+            weight_decay=decay, momentum=factor, lr=as_rate(lr) if isinstance(lr, torch.Tensor) else lr,
+            dampening=0.0, nesterov=self.nesterov, maximize=False, is_first_step=False,
+            found_inf=None if skip is None else skip.float(),
         )  # fmt: skip
 
     def __hash__(self) -> int:

@@ -244,7 +244,10 @@ def update(
     """The optimizer's update of these main weights; with `skip`, of which only what the tensor says is there after.
     Leaves without a gradient are left out if the optimizer can. `sender`: what it communicates by, if not the lanes."""
     optimizer, opt = state.optimizer, state.opt
-    grads = {name: _cast(reduced[name], buffer.local.dtype) for name, buffer in main.items()}
+    grads = {name: reduced[name] for name in main}
+    for name, buffer in main.items():
+        if grads[name].local.dtype is not buffer.local.dtype:
+            grads[name] = grads[name].but(grads[name].local.to(buffer.local.dtype))
     args: tuple[Any, ...] = (grads, opt, main, state.count)
     if getattr(optimizer, "communicates", False):
         args = (*args, _by_lanes(state) if sender is None else sender)
@@ -276,7 +279,3 @@ def _by_lanes(state: State) -> Sender:
         return out
 
     return Sender(tuple(run.coordinate.items()), run.sizes, send)
-
-
-def _cast(buffer: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:
-    return buffer if buffer.local.dtype is dtype else buffer.but(buffer.local.to(dtype))
