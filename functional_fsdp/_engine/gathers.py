@@ -375,66 +375,12 @@ class Arena:
 LANE = "gather"  # by which units go in a pass in which ranks agree on each: its communicator is there anyway
 
 
-class Unplanned:
-    """The units of one lineage that are, or were in this step, gathered outside its arena."""
-
-    def __init__(self, run: Runtime, layout: Layout, debug: bool) -> None:
-        self.run, self.debug = run, debug
-        self.layout = layout
-        self.names = tuple(layout.by_name)
-        self.units: dict[str, Gathered] = {}
-        self.warned: set[str] = set()
-
-    def held(self, name: str) -> bool:
-        """Whether a unit is handed out from here and not released."""
-        return name in self.units and self.units[name].loan.held
-
-    def loan(self, name: str) -> Loan:
-        return self.units[name].loan
-
-    def gather(self, state: Stored, name: str, lane: str) -> None:
-        """Gather a unit into its own bytes."""
-        if name not in self.units:
-            self.units[name] = Gathered(state, self.layout.by_name[name], self.debug)
-        self.units[name].gather(state, lane)
-
-    def agree(self, name: str, verb: str, warn: bool) -> None:
-        """Every rank must come with this. One warning for each unit that a schedule does not expect.
-
-        Raises:
-            ScheduleError: in a step that is being captured: ranks cannot agree when it is replayed.
-        """
-        if self.run.capturing:
-            raise ScheduleError(
-                f"{verb}({name!r}) is not what the schedule expects here, and a captured step cannot stop for ranks to "
-                "agree on it. Give the order of use, Schedule(order=[...]), with as many uses as the step has, or have "
-                "it recorded: Schedule(order='recorded')."
-            )
-        self.run.agree(self.names.index(name), self.names, verb)
-        if warn and name not in self.warned:
-            self.warned.add(name)
-            warnings.warn(
-                f"{verb}({name!r}) is not what the schedule expects here: it works, but nothing is overlapped. Give "
-                "the order of use, Schedule(order=[...]), or have it recorded: Schedule(order='recorded').",
-                stacklevel=7 if verb == "unshard" else 5,  # where the verb was called
-            )
-
-    def release(self, name: str) -> None:
-        self.units[name].release()
-        self.units[name].loan.held = False
-
-    def clear(self) -> None:
-        """Between steps nothing is held."""
-        for gathered in self.units.values():
-            gathered.loan.held = False
-        self.units.clear()
-
-
 class Gathers:
     """The weights of one lineage: units that are gathered in the arena by its plan, or beside it.
 
     Attributes:
-        arena: where they lie by the plan; unplanned: those that are gathered outside it.
+        arena: where they lie by the plan; unplanned: those that are, or were in this step, gathered outside it.
+        warned: of which of these there was a warning.
         flying: gathers that compute has not waited for; newest: the end of the newest one.
         released: the point from which a unit's bytes are free, in order of release.
         fence: whether the next gather waits for all that compute has done.
@@ -445,7 +391,9 @@ class Gathers:
 
     def __init__(self, run: Runtime, progress: Progress, carrier: Carrier, sink: GradientSink) -> None:
         self.run, self.progress, self.carrier, self.sink = run, progress, carrier, sink
-        self.unplanned = Unplanned(run, progress.layout, progress.spec.schedule.debug)
+        self.unplanned: dict[str, Gathered] = {}
+        self.warned: set[str] = set()
+        self.names, self.debug = tuple(progress.layout.by_name), progress.spec.schedule.debug
         self.digest = 0
         self.prepare()
 
@@ -470,7 +418,7 @@ class Gathers:
         progress = self.progress
         if off_plan or progress.recording:
             return progress.position, tuple([("unplanned", name) for name in names])
-        if self.unplanned.units:
+        if self.unplanned:
             names = self._by_plan(names)
             if not names:
                 return progress.position, ()
@@ -483,8 +431,8 @@ class Gathers:
         """The weights of units whose gathers were started, once they are there."""
         lent = {}
         for name in names:
-            if self.unplanned.units and self.unplanned.held(name):
-                lent[name] = dict(self.unplanned.loan(name).weights)
+            if self.unplanned and self.is_off_plan(name):
+                lent[name] = dict(self.unplanned[name].loan.weights)
                 continue
             place = self.flying.pop(name, None)
             if place is not None:
@@ -524,10 +472,14 @@ class Gathers:
 
     # ---------------------------------------------------------------- off the plan
 
+    def is_off_plan(self, name: str) -> bool:
+        """Whether a unit is handed out from outside the arena, and not released."""
+        return name in self.unplanned and self.unplanned[name].loan.held
+
     def is_lent(self, unit: str, by_plan: bool) -> bool:
         """Whether a unit is lent already: outside the arena, or, if that is wished, in it."""
         place = self.arena.places.get(unit)
-        return self.unplanned.held(unit) or bool(by_plan and place and place.loan.held)
+        return self.is_off_plan(unit) or bool(by_plan and place and place.loan.held)
 
     def agree(self, state: Stored, unit: str) -> None:
         """Ranks agree on a use that no plan expects."""
@@ -535,7 +487,28 @@ class Gathers:
         if cursor.agreed:
             _take_turn(self, state, unit)
         else:
-            self.unplanned.agree(unit, "unshard", not self.progress.order.open)
+            self.agree_off_plan(unit, "unshard")
+
+    def agree_off_plan(self, name: str, verb: str) -> None:
+        """Every rank must come with this. One warning for each unit that a schedule does not expect.
+
+        Raises:
+            ScheduleError: in a step that is being captured: ranks cannot agree when it is replayed.
+        """
+        if self.run.capturing:
+            raise ScheduleError(
+                f"{verb}({name!r}) is not what the schedule expects here, and a captured step cannot stop for ranks to "
+                "agree on it. Give the order of use, Schedule(order=[...]), with as many uses as the step has, or have "
+                "it recorded: Schedule(order='recorded')."
+            )
+        self.run.agree(self.names.index(name), self.names, verb)
+        if not self.progress.order.open and name not in self.warned:
+            self.warned.add(name)
+            warnings.warn(
+                f"{verb}({name!r}) is not what the schedule expects here: it works, but nothing is overlapped. Give "
+                "the order of use, Schedule(order=[...]), or have it recorded: Schedule(order='recorded').",
+                stacklevel=7 if verb == "unshard" else 5,  # where the verb was called
+            )
 
     def gather_off_plan(self, state: Stored, unit: str, by_plan: bool) -> None:
         """Gather a unit on which ranks have agreed: at its place, if that is wished, unless what is lent lies there.
@@ -547,15 +520,17 @@ class Gathers:
             for part in self.arena.place(state, unit).parts:
                 gather(state, part.bucket, part.whole, LANE)
         else:
-            self.unplanned.gather(state, unit, LANE if self.progress.cursor.agreed else "side")
-            self.unplanned.loan(unit).lend()
+            if unit not in self.unplanned:
+                self.unplanned[unit] = Gathered(state, self.progress.layout.by_name[unit], self.debug)
+            self.unplanned[unit].gather(state, LANE if self.progress.cursor.agreed else "side")
+            self.unplanned[unit].loan.lend()
 
     def copy_to_planned(self, unit: str) -> Callable[[], None] | None:
         """A unit that is gathered off the plan is needed where it lies by the plan, too. Returns what ends that; None
         if it cannot be."""
         if unit in self.copied:
             return lambda: None  # it lies there for a call around this one
-        outside = self.unplanned.units.get(unit)
+        outside = self.unplanned.get(unit)
         if unit not in self.arena.places or not outside or self.carrier.read or self._crowded(unit):
             return None
         for name, other in self.flying.items():
@@ -573,7 +548,7 @@ class Gathers:
             ScheduleError: one of them is not lent.
         """
         progress = self.progress
-        if self.unplanned.units:
+        if self.unplanned:
             self.written.extend([name for name in names if not self._unchanged(name)])
             names = self._by_plan(names)
             if not names:
@@ -595,11 +570,12 @@ class Gathers:
     def release(self, names: Sequence[str], actions: Sequence[Action]) -> None:
         """Units are released, with these actions: a mark on compute, behind which their bytes are free."""
         planned = names
-        if self.unplanned.units:
+        if self.unplanned:
             planned = self._by_plan(names)
             for name in names:
-                if name in self.unplanned.units:  # lent, or see `copy_to_fallback`
-                    self.unplanned.release(name)
+                if name in self.unplanned:  # lent, or see `copy_to_fallback`
+                    self.unplanned[name].release()
+                    self.unplanned[name].loan.held = False
         for name in planned:
             self.arena.places[name].loan.held = False
         for kind, what in actions if self.progress.plan.schedule.debug else ():
@@ -615,7 +591,7 @@ class Gathers:
 
     def note_written(self) -> None:
         """Note in `written` the units that are lent and into whose weights an operation has written."""
-        for here in (self.unplanned.units, self.arena.places):
+        for here in (self.unplanned, self.arena.places):
             self.written.extend([name for name, it in here.items() if it.loan.held and not it.loan.unchanged])
 
     # ---------------------------------------------------------------- the end of a step
@@ -642,6 +618,8 @@ class Gathers:
         self.written.clear()
         for place in self.arena.places.values():
             place.loan.held = False
+        for gathered in self.unplanned.values():
+            gathered.loan.held = False
         self.unplanned.clear()
         self.arena.free()
         self.fence = True
@@ -655,11 +633,11 @@ class Gathers:
 
     def _by_plan(self, names: Sequence[str]) -> tuple[str, ...]:
         """Those that are not lent off the plan."""
-        return tuple([name for name in names if not self.unplanned.held(name)])
+        return tuple([name for name in names if not self.is_off_plan(name)])
 
     def _unchanged(self, name: str) -> bool:
         """Whether no operation has written into a unit's weights since they were lent, if they are."""
-        places, outside = self.arena.places, self.unplanned.units
+        places, outside = self.arena.places, self.unplanned
         return all(here[name].loan.unchanged for here in (outside, places) if name in here)
 
     def _crowded(self, unit: str) -> bool:

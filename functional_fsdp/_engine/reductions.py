@@ -127,7 +127,7 @@ class Reductions:
     def reduce_off_plan(self, unit: str, values: Values, last: bool, agreed: bool) -> None:
         """Reduce gradients that no plan expects. Compute waits for them. `agreed`: ranks come to them alike."""
         if not agreed:
-            self.gathers.unplanned.agree(unit, "reduce", not self.progress.order.open)
+            self.gathers.agree_off_plan(unit, "reduce")
         if self.check is not None:
             self.check.note(unit, values)
         self.staging.outside(self.layout.by_name[unit], values, self.grads, last)

@@ -62,10 +62,10 @@ def _number(unit: int, count: int, backward: bool) -> int:
 
 def _meet(gathers: Gathers, state: Stored, number: int, what: str) -> None:
     """Gather what peers want until all are here."""
-    units, unplanned = gathers.progress.plan.units, gathers.unplanned
-    while (found := _next_of(gathers.run, number, unplanned.names, what)) != number:
+    units, layout = gathers.progress.plan.units, gathers.progress.layout
+    while (found := _next_of(gathers.run, number, gathers.names, what)) != number:
         name = units[min(found, 2 * len(units) - found)].name
-        Gathered(state, unplanned.layout.by_name[name], unplanned.debug).gather(state, LANE)
+        Gathered(state, layout.by_name[name], gathers.debug).gather(state, LANE)
 
 
 def _next_of(run: Runtime, wanted: int, names: tuple[str, ...], what: str) -> int:

@@ -215,7 +215,7 @@ class Session:
             with torch.no_grad(), lineage.call:
                 self._follow(order)
         self.number = self._executor.begins
-        self.fallback: Mapping[str, Any] = self._executor.gathers.unplanned.units
+        self.fallback: Mapping[str, Any] = self._executor.gathers.unplanned
 
     def _follow(self, order: Order) -> None:
         """Go by this order, the same on every rank, if the schedule left it open and nothing is under way."""
@@ -314,13 +314,13 @@ class Session:
 
     def off_plan(self, units: Iterable[str]) -> list[str]:
         """Of these units, those that are gathered off the plan."""
-        return [unit for unit in units if self._executor.gathers.unplanned.held(unit)]
+        return [unit for unit in units if self._executor.gathers.is_off_plan(unit)]
 
     def copy_to_fallback(self, unit: str) -> None:
         """A unit that is gathered by the plan is needed where it lay off the plan, too: residuals point there. Until it
         is released."""
         gathers = self._executor.gathers
-        there = gathers.unplanned.units[unit]
+        there = gathers.unplanned[unit]
         there.allocate()
         for part in gathers.arena.places[unit].parts:
             there.whole[part.bucket.name].copy_(part.whole)

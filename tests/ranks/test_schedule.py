@@ -173,7 +173,7 @@ def idle(state: fsdp.State, before: Sequence[Any] = ()) -> bool:
     return (
         all(any(job is other for other in before) for job in jobs(state))
         and executor.progress.cursor.idle
-        and not (reductions.early or gathers.flying or reductions.staging.busy or gathers.unplanned.units)
+        and not (reductions.early or gathers.flying or reductions.staging.busy or gathers.unplanned)
     )
 
 
