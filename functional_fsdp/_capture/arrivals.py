@@ -36,10 +36,11 @@ from .._common.torch_names import make_wrapper, pytree
 from .._distributed.lanes import Mark
 from .._engine.sink import BucketConsumer, StepConsumer
 from .._exact_sums.ordered_sum import ordered_sum
+from .._host_memory.cut import cut, cuts
 from .._runtime.given import NewCounts
 from .._runtime.lanes import HostLanes
 from .._state.update import in_place, renew
-from .._storage.flat import FlatBuffer, cut, cuts
+from .._storage.flat import FlatBuffer
 
 if TYPE_CHECKING:
     from .._state.state import State

@@ -245,9 +245,9 @@ def fused_sgd_takes(weight: torch.Tensor) -> bool:
     return weight.device.type != "cpu" or weight.dtype is not torch.bfloat16
 
 
-def as_rate(lr: torch.Tensor) -> torch.Tensor:
-    """A tensor of a rate as fused kernels take it: on GPUs they read a float32, of whatever dtype it is."""
-    return lr.float() if lr.device.type != "cpu" else lr
+def as_rate(lr: Any) -> Any:
+    """A rate as fused kernels take it: on GPUs they read a float32, of whatever dtype it is."""
+    return lr.float() if isinstance(lr, torch.Tensor) and lr.device.type != "cpu" else lr
 
 
 def rows_at_once(device: torch.device, rows: int) -> int:

@@ -15,8 +15,8 @@ needs the room. How many reductions have staging at once (on GPUs their bytes ar
 | a transport keeps it, one lane does it all       | 1       | the same bytes for all                         |
 | a transport keeps it, else                       | 2       | at the plan's addresses (`Reduction.address`)  |
 
-Another cast of gradients is made in three places: `StagedBucket.write` here, `write_leaves` in `_storage/flat.py`
-(whole trees), and `_flat` in `_graph/traced.py` (compiled steps). The first reduction of a step lands in the main
+Another cast of gradients is made in two places: `StagedBucket.write` here, and `_flat` in `_graph/traced.py` (compiled
+steps). The first reduction of a step lands in the main
 gradients, which are allocated then; later ones are added, in their dtype. What was announced with
 `last_microbatch=False` may stay partial (see `Placement`); `complete` reduces the rest.
 
@@ -48,7 +48,7 @@ from .._plan.records import Records, records
 from .._plan.route import Route, states_of
 from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
-from .._storage.flat import FlatBuffer, templates, write_leaves
+from .._storage.flat import FlatBuffer, templates
 from .._storage.gradients import refuse_meta
 from .gathers import Carrier
 from .sink import BucketConsumer, GradientSink
@@ -150,9 +150,17 @@ class StagingSlot:
         return a is not None and b is not None and a.start < b.stop and b.start < a.stop
 
 
-def differ(ways: dict[bool, Route]) -> bool:
-    """Whether it matters for peers how far a bucket's gradients go."""
-    return ways[True].collectives != ways[False].collectives
+def staged(
+    bucket: Bucket, paths: Sequence[str], whole: torch.Tensor, spare: torch.Tensor, ways: dict[bool, Route],
+    beside: bool = False,
+) -> StagedBucket:  # fmt: skip
+    """A bucket's staging in these bytes, for a unit's gradients in the order of `paths`. `beside`: they are copied
+    there beside compute."""
+    which = tuple(paths.index(leaf.path) for leaf in bucket.leaves if leaf.numel)
+    leaves, gaps = leaves_and_gaps(bucket, whole)
+    parts = ways[True].collectives != ways[False].collectives
+    large = beside and any(leaf.nbytes >= LARGE for leaf in leaves)
+    return StagedBucket(bucket, whole, spare, leaves, which, gaps, ways, parts, large)
 
 
 def leaves_and_gaps(bucket: Bucket, whole: torch.Tensor) -> tuple[Tensors, Tensors]:
@@ -409,7 +417,6 @@ class Staging:
     def _reduce_unshared(self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool) -> None:
         """Reduce a unit's gradients, or zeros, from bytes of their own."""
         self.completing = True
-        given = dict(zip(unit.paths, values or [None] * len(unit.paths), strict=True))
         for bucket in unit.buckets:
             if not bucket.trainable:
                 continue
@@ -417,11 +424,12 @@ class Staging:
             ways = self.records(bucket).reduce
             whole = have.states == ways[True].states if have is not None else last
             way = ways[whole]
-            if differ(ways):
-                self._note(bucket, whole)
             stage = torch.empty(bucket.numel, dtype=bucket.wire, device=self.run.device)
-            write_leaves(bucket, stage, given)
             spare = stage.new_empty(bucket.received if way.exact or way.codec else 0, dtype=torch.uint8)
+            slot = staged(bucket, unit.paths, stage, spare, ways)
+            if slot.parts:
+                self._note(bucket, whole)
+            slot.write(values)
             job = self._into(grads, bucket, way, stage, spare)
             done = self._submit([job], [way], self.run.lanes.mark())
             self.run.lanes.keep(stage, spare)
@@ -504,10 +512,7 @@ class Staging:
             if stays is not None:
                 ways = {last: self.carrier.reduces(way) for last, way in ways.items()}
                 check_kinds(one for way in ways.values() for one in way.collectives)
-            which = tuple(unit.paths.index(leaf.path) for leaf in bucket.leaves if leaf.numel)
-            leaves, gaps = leaves_and_gaps(bucket, whole)
-            large = self.run.lanes.copies_on_lanes and any(leaf.nbytes >= LARGE for leaf in leaves)
-            slots.append(StagedBucket(bucket, whole, spare, leaves, which, gaps, ways, differ(ways), large))
+            slots.append(staged(bucket, unit.paths, whole, spare, ways, self.run.lanes.copies_on_lanes))
         self.stages[index] = StagingSlot(own, slots, span)
         return self.stages[index]
 

@@ -26,8 +26,9 @@ from .._optim.optimizer import FILL, runs
 from .._plan.bucket import STAGED, Bucket, aligned
 from .._runtime.given import Leaves
 from .._state.update import in_place
-from .._storage.flat import FlatBuffer, cut, cuts
+from .._storage.flat import FlatBuffer
 from .._storage.weights import own_part
+from .cut import cut, cuts
 
 if TYPE_CHECKING:
     from .._state.state import State

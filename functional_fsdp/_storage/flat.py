@@ -5,11 +5,6 @@
 
 What a transition issues is a `Route` (see `route`), found once and kept; this file only follows it, on the side lane.
 Gathers and reductions that a plan names are jobs on lanes of their own: see `_engine.gathers` and `_engine.staging`.
-
-Cut: some elements of a FlatBuffer in a row, as a FlatBuffer, for updates that go element by element.
-
-cuts(numel, width, nbytes)      [start, stop) of each part
-cut(buffer, local, start)       the part as a FlatBuffer
 """
 
 from __future__ import annotations
@@ -24,14 +19,12 @@ import torch
 from .._common.calls import provided
 from .._common.device import host_memory, in_host_memory, make_room, zeros_as
 from .._common.errors import SpecError
-from .._common.torch_names import foreach_copy_, foreach_zero_, pytree, unflatten_dense_tensors
+from .._common.torch_names import pytree, unflatten_dense_tensors
 from .._common.tracing import traced_as
 from .._common.tree import register
-from .._plan.bucket import ALIGN, aligned
 from .._plan.layout import Bucket, Leaf
 from .._plan.route import Axis, How, Replicated, Sharded, States, route
 from .._runtime.runtime import runtime_of
-from .gradients import refuse_meta
 
 _joined_leaves, summary = provided("axes.joined_leaves"), provided("look.summary")
 
@@ -294,64 +287,3 @@ def whole_leaves(buffer: FlatBuffer, dtype: torch.dtype | None = None) -> dict[s
         return gather_leaves(buffer, dtype)
     joined: dict[str, torch.Tensor] = _joined_leaves(buffer, dtype)
     return joined
-
-
-def write_leaves(bucket: Bucket, whole: torch.Tensor, values: Mapping[str, torch.Tensor | None]) -> None:
-    """Copy and cast `values` (by path; None means zeros) into the whole bucket, and zero its padding."""
-    pieces = unflatten_dense_tensors(whole, templates(bucket))
-    at = dict(zip(bucket.leaf_pieces, bucket.leaves, strict=True))
-    given = {i: values[leaf.path] for i, leaf in at.items()}
-    zero = [piece for i, piece in enumerate(pieces) if given.get(i) is None]
-    pairs = [(pieces[i], value) for i, value in given.items() if value is not None and value.numel()]
-    if zero:
-        foreach_zero_(zero)
-    if pairs:
-        try:
-            foreach_copy_([p for p, _ in pairs], [v for _, v in pairs])
-        except NotImplementedError:
-            refuse_meta(values.items())
-            raise
-
-
-class Cut(FlatBuffer):
-    """The elements from `first` on of what a rank holds of a bucket."""
-
-    first: int
-
-    def __init__(self, local: torch.Tensor, like: FlatBuffer, first: int) -> None:
-        super().__init__(local, like.bucket, like.states, like.mesh)
-        self.__dict__["first"] = first
-
-    def but(self, local: torch.Tensor, states: States | None = None) -> Cut:
-        return Cut(local, self, self.first)
-
-    def only(self, labels: Container[str]) -> FlatBuffer | None:
-        found = super().only(labels)
-        return found if found is None or found is self else Cut(self.local, found, self.first)
-
-    def span(self) -> tuple[int, int]:
-        start = super().span()[0] + self.first
-        return start, start + self.local.numel()
-
-
-register(
-    Cut,
-    lambda b: ((b.local,), (b.bucket, b.states, b.mesh, b.first)),
-    ("local",),
-    lambda context, children: Cut(children[0], FlatBuffer(children[0], *context[:3]), context[3]),
-)
-
-
-def cut(buffer: FlatBuffer, local: torch.Tensor, first: int) -> FlatBuffer:
-    """The buffer with `local` in the place of its elements from `first` on, which may be all of them."""
-    return Cut(local, buffer, first) if local.numel() < buffer.local.numel() else buffer.but(local)
-
-
-def cuts(numel: int, width: int, nbytes: int) -> list[tuple[int, int]]:
-    """[start, stop) of parts in a row, of so many bytes each but for the last one: `numel` elements of `width` bytes.
-
-    >>> cuts(700, 4, 1024)
-    [(0, 256), (256, 512), (512, 700)]
-    """
-    most = aligned(max(1, nbytes // width), ALIGN)
-    return [(start, min(start + most, numel)) for start in range(0, max(1, numel), most)]

@@ -166,7 +166,7 @@ def state_table(state: State) -> str:
     hidden = opaque_settings(state.optimizer, "optimizer")
     more = f" and {len(hidden) - 2} more" if len(hidden) > 2 else ""
     unseen = f"\nranks cannot compare {', '.join(hidden[:2])}{more}" if hidden else ""
-    moves = f"\n{_transfer_of(state)!r}; see host_transfer_of(state)" if state.layout.host_nbytes("main") else ""
+    moves = f"\n{_transfer_of(state)!r}; see host_transfer(state)" if state.layout.host_nbytes("main") else ""
     return f"{what}, mesh {axes}, step {state._steps}, {state._status()}\n{summary(trees)}{moves}{unseen}"
 
 

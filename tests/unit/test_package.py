@@ -200,7 +200,7 @@ SATELLITES: dict[str, set[str]] = {
     "_extend": {"_graph"},  # the same changes in a graph
     "_graph": set(),
     "_exact_sums": set(),
-    "_capture": {"_exact_sums"},  # of which each piece updates its weights
+    "_capture": {"_exact_sums", "_host_memory"},  # of which each piece updates its weights; cuts of buckets
     "_host_memory": set(),
     "_float8": set(),
     "_axes": set(),
