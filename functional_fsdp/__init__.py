@@ -12,6 +12,7 @@ if not (_Path(__file__).parent / "transforms").is_dir():  # unpacked without lin
     __path__.append(str(_Path(__file__).parents[1]))
 
 from . import extend
+from ._as_module.as_module import as_module
 from ._axes import cuts as _cuts  # noqa: F401
 from ._axes import dtensors as _dtensors  # noqa: F401
 from ._axes.along import Along
@@ -72,7 +73,7 @@ from ._spec.precision import Precision
 from ._spec.schedule import Schedule
 from ._spec.spec import Spec
 from ._spec.units import units
-from ._state.export import as_module, buffers, full_params, local_shards, state_dict
+from ._state.export import buffers, full_params, local_shards, state_dict
 from ._state.init import init
 from ._state.shard import make_layout, shard
 from ._state.state import State

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,7 +81,7 @@ from .sink import GradientSink
 
 GatherSteps = tuple[tuple[Collective, torch.Tensor], ...]  # collectives, and where each one lands
 PLAIN = Traits()
-_take_turn = provided("extend.take_turn")
+_take_turn, _overwrite = provided("extend.take_turn"), provided("extend.overwrite")
 
 
 class Portions:
@@ -303,28 +303,6 @@ class Arena:
         memory.resize_(size)
         return True
 
-    def overwrite(self, unit: str, whole: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """Have a unit lie in its place, from these buckets, for residuals that point there, although the plan may have
-        something else there now. Returns what puts that back."""
-        memory, _ = self.bytes[unit]
-        size, parts = memory.nbytes(), self.places[unit].parts
-        there = [part.whole for part in parts]
-        if size != self.sizes[unit]:  # the bytes of another one, which may go
-            there = [torch.empty(0, dtype=torch.uint8, device=self.run.device).set_(memory)]
-        kept = [some.clone() for some in there]
-        self.allocate(unit)
-        for part in parts:
-            part.whole.copy_(whole[part.bucket.name])
-
-        def undo() -> None:
-            if memory.nbytes() != size:
-                memory.resize_(0)
-                memory.resize_(size)
-            for some, was in zip(there, kept, strict=True):
-                some.copy_(was)
-
-        return undo
-
     def free(self) -> None:
         """Give all bytes back, when compute has waited for all that reads or writes them; in debug mode poison them.
 
@@ -536,7 +514,7 @@ class Gathers:
         for name, other in self.flying.items():
             if self.progress.plan.overlap(unit, name):
                 self.run.lanes.wait(other.gathered)
-        self.copied[unit] = self.arena.overwrite(unit, outside.whole)
+        self.copied[unit] = _overwrite(self.arena, unit, outside.whole)
         return partial(self._put_away, unit)
 
     # ---------------------------------------------------------------- release

@@ -38,6 +38,7 @@ from .._state.lineage import Lineage
 from .._state.state import State
 from .agreed import all_done, differ
 from .orders import GuessedOrder
+from .residuals import copy_to_fallback
 
 
 class Ranks:
@@ -319,11 +320,7 @@ class Session:
     def copy_to_fallback(self, unit: str) -> None:
         """A unit that is gathered by the plan is needed where it lay off the plan, too: residuals point there. Until it
         is released."""
-        gathers = self._executor.gathers
-        there = gathers.unplanned[unit]
-        there.allocate()
-        for part in gathers.arena.places[unit].parts:
-            there.whole[part.bucket.name].copy_(part.whole)
+        copy_to_fallback(self._executor.gathers, unit)
 
     def copy_to_planned(self, unit: str) -> Callable[[], None] | None:
         """The other way round: a unit that is gathered off the plan is needed where it lies by the plan, too.

@@ -56,7 +56,6 @@ from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
 from .._state.update import counting, keep, may_step, put_back, update
 from .._storage.flat import FlatBuffer
-from .._storage.gradients import like
 
 if TYPE_CHECKING:
     from .._state.state import State
@@ -774,6 +773,26 @@ def finish_reductions(state: State, what: str = "finish_reductions") -> State:
                 zero = torch.zeros_like(main.local, dtype=one.bucket.grads)
                 grads[one.bucket.name] = FlatBuffer(zero, one.bucket, main.states, state.spec.mesh)
     return state._evolve(grads={name: grads[name] for name in state.main if name in grads})
+
+
+def like(grads: Any, tree: Any) -> list[Any]:
+    """The leaves of `grads`, None among them, in the order of a tree of which only dicts may have another order.
+
+    Raises:
+        TreeError: they have different structures.
+
+    >>> like({"b": 1, "a": [None, 2]}, {"a": ["x", "y"], "b": "z"})
+    [None, 2, 1]
+    """
+    if isinstance(grads, dict) and isinstance(tree, dict) and set(grads) == set(tree):
+        return [leaf for key in tree for leaf in like(grads[key], tree[key])]
+    if isinstance(grads, (list, tuple)) and type(grads) is type(tree) and len(grads) == len(tree):
+        return [leaf for one, other in zip(grads, tree, strict=True) for leaf in like(one, other)]
+    leaves, treedef = pytree.tree_flatten(grads, is_leaf=lambda node: node is None)
+    expected = pytree.tree_structure(tree)
+    if treedef != expected:
+        raise TreeError(f"reduce(state, grads): grads has the structure {treedef}; expected {expected}.")
+    return leaves
 
 
 def begin_compiled(state: Any) -> None:

@@ -449,45 +449,21 @@ def bind(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Bound:
     if aliases:
         weights = tied(weights, aliases)
     if place is None:
-        _validate(model, weights)
-    forms = _forms(model) if place is None else place[0].forms
+        validate(model, weights)
+    forms = forms_of(model) if place is None else place[0].forms
     if forms:
         weights = {key: forms[key](weight) if key in forms else weight for key, weight in weights.items()}
         place = place and (place[0], [weights[key] for key in place[0].keys])
     return Bound(model, weights, place)
 
 
-def _forms(model: nn.Module) -> dict[str, Any]:
+def forms_of(model: nn.Module) -> dict[str, Any]:
     """By path, how weights lie that the module's own code sees as DTensors."""
     forms = {path: form_of(p) for path, p in model.named_parameters(remove_duplicate=False)}
     return {path: form for path, form in forms.items() if form is not None}
 
 
-def filled(model: M, weights: Mapping[str, torch.Tensor]) -> M:
-    """A copy of a module, of its own class, whose parameters are these weights; see `as_module`."""
-    _validate(model, weights, "as_module")
-    aliases, forms = aliases_of(model), _forms(model)
-    weights = tied(weights, aliases) if aliases else weights
-    weights = {path: forms[path](weight) if path in forms else weight for path, weight in weights.items()}
-    module = skeleton_of(model)
-    made: dict[str, Any] = {}
-    for path, placeholder in [*module.named_parameters(remove_duplicate=False)]:
-        owner, _, name = path.rpartition(".")
-        leaf = aliases.get(path, path)
-        if leaf not in made:
-            made[leaf] = _parameter(weights[path], placeholder.requires_grad)
-        module.get_submodule(owner)._parameters[name] = made[leaf]
-    return module
-
-
-def _parameter(weight: torch.Tensor, trains: bool) -> Any:
-    """A weight as a module's parameter: itself where gradients go to it, else one that has the same bytes."""
-    if isinstance(weight, nn.Parameter) or weight.requires_grad or func_interpreter() is not None:
-        return weight
-    return nn.Parameter(weight, requires_grad=trains and weight.dtype.is_floating_point)
-
-
-def _validate(model: nn.Module, weights: Mapping[str, torch.Tensor], verb: str = "bind") -> None:
+def validate(model: nn.Module, weights: Mapping[str, torch.Tensor], verb: str = "bind") -> None:
     """Say what is wrong with the weights of a module, if anything is."""
     wanted = dict(model.named_parameters(remove_duplicate=False))
     missing, extra = [k for k in wanted if k not in weights], [k for k in weights if k not in wanted]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -13,8 +12,7 @@ from .._common.calls import alone
 from .._common.errors import ScheduleError, TreeError
 from .._common.torch_names import pytree
 from .._common.tree import flatten
-from .._nn.module import Bound, filled
-from .._nn.skeleton import aliases_of, every_buffer
+from .._nn.skeleton import every_buffer
 from .._plan.route import Partial, Replicated
 from .._runtime.runtime import runtime_of
 from .._storage.flat import FlatBuffer, leaf_shards, whole_leaves
@@ -159,52 +157,3 @@ def _of_module(module: nn.Module, found: dict[str, Any]) -> dict[str, Any]:
         if type(part).get_extra_state is not nn.Module.get_extra_state:
             out[f"{prefix}_extra_state"] = part.get_extra_state()
     return out
-
-
-def as_module(model: M, weights: State | Mapping[str, torch.Tensor]) -> M:
-    """A module of the model's own class, with these weights for its parameters, for what wants an nn.Module.
-
-    `bind(model, weights)` is a function: it lends weights to the model for one call. This is a module that has them,
-    for torch.export, torch.func.functional_call, libraries of curvature, `isinstance`, to merge adapters, and for what
-    runs a part of the model again in a backward. It has a copy of the model's structure and buffers: make it once, not
-    in each step.
-
-    Args:
-        model: a skeleton, or any module (its own weights are not used).
-        weights: a State: the module gets whole parameters in `Precision.main` and the state's buffers, tensors of its
-            own. Or `{path: tensor}`, as for `bind`: its parameters have the same bytes, so they are good as long as
-            these weights are, and must not be changed.
-
-    Returns:
-        the module. Weights that require gradients, or that a torch.func transform follows, are its parameters
-        themselves, so gradients go to them. Others become leaves, which require gradients where they train in the
-        state, or in the model. What is tied is one parameter.
-
-    Raises:
-        TreeError: weights that do not fit, see `bind`; a State with two leaves where the model has one weight.
-
-    Collective: of a State as `full_params`, every rank must call it; else none.
-
-    Example: `torch.export.export(fsdp.as_module(model, state).eval(), (x,))`.
-    """
-    model = model._module if isinstance(model, Bound) else model
-    if not isinstance(weights, State):
-        return filled(model, weights)
-    found = dict(zip(weights.layout.paths, pytree.tree_leaves(full_params(weights)), strict=True))
-    module = filled(model, found)
-    home = dict(zip(weights.layout.paths, weights.layout.source, strict=True))
-    untied = [(path, first) for path, first in aliases_of(model).items() if home[path] != home[first]]
-    if untied:
-        raise TreeError(
-            f"as_module: the model has one weight at {untied[0][1]!r} and {untied[0][0]!r}, and in this state these "
-            "are two leaves. Make the model without the tie, or shard weights that are tied."
-        )
-    trained = {path for unit in weights.layout.units for path, on in zip(unit.paths, unit.trains, strict=True) if on}
-    for path, source in zip(weights.layout.paths, weights.layout.source, strict=True):
-        module.get_parameter(path).requires_grad_(source in trained)
-    paths, values, _ = flatten(weights.buffers)
-    kept = dict(zip(paths, values, strict=True))
-    for path, held, name in every_buffer(module):
-        if path in kept:
-            held[name] = kept[path].clone()
-    return module

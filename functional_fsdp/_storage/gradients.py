@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 
 from .._common.errors import ScheduleError, TreeError
-from .._common.torch_names import pytree
 from .._common.tree import flatten
 from .._plan.layout import Layout, Unit
 from .._runtime.given import ALL
@@ -135,26 +134,6 @@ def _match(wanted: Sequence[str], paths: Sequence[str], leaves: Sequence[Any], w
             f"({len(paths)} leaves, expected {len(wanted)}). Return a gradient, or None, for each."
         )
     return values
-
-
-def like(grads: Any, tree: Any) -> list[Any]:
-    """The leaves of `grads`, None among them, in the order of a tree of which only dicts may have another order.
-
-    Raises:
-        TreeError: they have different structures.
-
-    >>> like({"b": 1, "a": [None, 2]}, {"a": ["x", "y"], "b": "z"})
-    [None, 2, 1]
-    """
-    if isinstance(grads, dict) and isinstance(tree, dict) and set(grads) == set(tree):
-        return [leaf for key in tree for leaf in like(grads[key], tree[key])]
-    if isinstance(grads, (list, tuple)) and type(grads) is type(tree) and len(grads) == len(tree):
-        return [leaf for one, other in zip(grads, tree, strict=True) for leaf in like(one, other)]
-    leaves, treedef = pytree.tree_flatten(grads, is_leaf=lambda node: node is None)
-    expected = pytree.tree_structure(tree)
-    if treedef != expected:
-        raise TreeError(f"reduce(state, grads): grads has the structure {treedef}; expected {expected}.")
-    return leaves
 
 
 def in_order(layout: Layout, grads: dict[str, T]) -> dict[str, T]:

@@ -11,6 +11,7 @@ import torch
 
 import functional_fsdp as fsdp
 from functional_fsdp._engine.gathers import Arena, Gathers
+from functional_fsdp._extend.residuals import overwrite
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
 from functional_fsdp._plan.plan import make_plan
 
@@ -46,7 +47,7 @@ def test_what_lay_there_is_back_after_something_was_put_in_its_place(there: str,
     made.allocate(there)
     mine, other = (made.places[unit].parts[0].whole for unit in (there, put))
     mine.copy_(torch.arange(SIZES[there]))
-    undo = made.overwrite(put, {put: -torch.arange(float(SIZES[put]))})
+    undo = overwrite(made, put, {put: -torch.arange(float(SIZES[put]))})
     assert made.bytes[put][0].nbytes() == 4 * SIZES[put]
     assert torch.equal(other, -torch.arange(float(SIZES[put])))
     undo()
