@@ -50,6 +50,7 @@ from ._launch.workers import Handle, WorkerGroup
 from ._nn.module import bind, functionalize
 from ._nn.packed_weight import PackedWeight
 from ._nn.skeleton import tie
+from ._one_source import one_source as _one_source  # noqa: F401
 from ._optim.adamw import adamw
 from ._optim.optimizer import Optimizer
 from ._optim.sgd import sgd

@@ -1,17 +1,7 @@
-"""Where a State comes from: `shard` takes a pytree of whole parameters and keeps this rank's slices of it.
-
-Whole leaves that one rank has, for every rank, a unit at a time.
-
-    rank src    [leaf | leaf | leaf]  bytes of a unit          others    [0 | 0 | 0]
-                └──────── all-reduce (max) along each axis of the mesh ────────┘
-    every rank  [leaf | leaf | leaf]                                     the same bits
-
-Zeros are the least of bytes, so the largest is what `src` has: any dtype, NaN and -0.0 included.
-"""
+"""Where a State comes from: `shard` takes a pytree of whole parameters and keeps this rank's slices of it."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -23,14 +13,13 @@ import torch.nn as nn
 from .._common.calls import outside_inference, provided
 from .._common.device import checksum, host_memory, make_room
 from .._common.errors import SpecError, TreeError
-from .._common.record import Collective
 from .._common.torch_names import pytree
 from .._common.tree import flatten, match
 from .._engine.gathers import resolve_transport
 from .._nn.packed_weight import PackedWeight
 from .._nn.skeleton import is_dtensor, local_part
 from .._optim.optimizer import as_optimizer, check_labels, initial
-from .._plan.layout import Bucket, Layout, Leaf, LeafInfo, Unit, aligned, plan_layout
+from .._plan.layout import Bucket, Layout, Leaf, LeafInfo, Unit, plan_layout
 from .._plan.records import keeps_copy
 from .._plan.route import residual_states, states_of
 from .._runtime.agreement import Joint, Topic, agree
@@ -44,40 +33,7 @@ from .lineage import Lineage, Version
 from .state import State
 
 _with_dtensors, _cut_of = provided("axes.with_dtensors"), provided("axes.cut_of")
-ALIGN = 16  # bytes: where a leaf begins
-
-
-def check_source(where: str, src: int, run: Runtime, plan: Layout) -> None:
-    """Refuse a rank that is not of the mesh, and leaves that ranks have of their own: one rank has not all of them."""
-    if src not in run.ranks:
-        raise SpecError(f"{where}(src={src!r}): the mesh has the ranks {run.ranks}. Give one of them.")
-    for bucket in plan.buckets.values():
-        own = [*bucket.unlike(run.sizes)]
-        if own:
-            raise SpecError(
-                f"{where}(src={src}): ranks have {bucket.leaves[0].path!r} of their own along {own}, and rank {src} "
-                "has not all of them. Give each rank its values, without src."
-            )
-
-
-def spread(run: Runtime, src: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors that rank `src` has, on the mesh's device. Others give tensors of the same shapes and dtypes, which
-    are not read and may be on the meta device.
-
-    Memory: the bytes of all of them, once more. Collective: an all-reduce along each axis of the mesh.
-    """
-    sizes = [tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values()]
-    places = [*itertools.accumulate((aligned(size, ALIGN) for size in sizes), initial=0)]
-    whole = torch.zeros(places[-1], dtype=torch.uint8, device=run.device)
-    found = {}
-    for (path, tensor), at, size in zip(tensors.items(), places, sizes, strict=False):
-        found[path] = whole[at : at + size].view(tensor.dtype).view(tensor.shape)
-        if run.ranks[run.rank] == src and size:
-            found[path].copy_(tensor.detach())
-    for axis, size in run.sizes.items():
-        if size > 1 and len(whole):
-            run.now(Collective("all_reduce", axis, len(whole), whole.dtype, "max", "side", ""), whole, whole)
-    return found
+_one_source = provided("one_source.OneSource")
 
 
 Fetch = Callable[[Any], Any]
@@ -219,61 +175,38 @@ def shard(
         ('w',)
     """
     run = runtime_of(needs_spec("shard", spec).mesh)
-    read = src is None or run.ranks[run.rank] == src
+    source = None if src is None else _one_source(run, src)
 
     def look() -> tuple[Any, list[Topic]]:
         infos, paths, treedef = describe(params)
         leaves = flatten(params)[1]
         spec_ = _with_dtensors(spec, paths, leaves)
-        if src is not None and (
-            cut := next((path for path, t in zip(paths, leaves, strict=True) if is_dtensor(t)), None)
-        ):
-            raise SpecError(
-                f"shard(src={src}): the leaf {cut!r} is a DTensor, of which each rank has its part. Leave src out."
-            )
+        if source is not None:
+            source.refuse_parts(paths, leaves)
         values = dict(zip(paths, (local_part(leaf).detach() for leaf in leaves), strict=True))
         for path, leaf in values.items():
-            if leaf.device.type == "meta" and read:
+            if leaf.device.type == "meta" and (source is None or source.here):
                 raise TreeError(
                     f"shard: the leaf {path!r} is on the meta device and has no values. Use init(lambda: Model(...), "
                     "spec), which materialises one unit at a time."
                 )
         plan, topics = given(infos, paths, spec_, as_optimizer(optimizer), seed)
-        if src is not None:
-            alike = "Give every rank the same src, and buffers of the same names, shapes and dtypes."
-            topics.append(Topic(_sources(src, buffers or {}), SpecError, "sources", "one", alike))
+        if source is not None:
+            topics.append(source.topic(buffers or {}))
         return (infos, paths, treedef, values, spec_, plan), topics
 
     with Joint(run, "shard") as joint:
         infos, paths, treedef, values, spec, plan = agree(joint, "what is given", look)
         spec, plan = resolve_transport(spec, infos, paths, plan)
-        if src is not None:
-            check_source("shard", src, run, plan)
         held: Any = buffers or {}
+        if source is not None:
+            source.check(plan)
+            held = source.buffers(held)
 
-        def fetch(unit: Any) -> Any:
-            if src is None:
-                return values
-            return spread(run, src, {leaf.path: values[leaf.path] for b in unit.buckets for leaf in b.leaves})
+        def fetch(unit: Unit) -> Any:
+            return values if source is None else source.of_unit(unit, values)
 
-        if src is not None and held:
-            held = _spread_buffers(run, src, held)
         return build(joint, plan, spec, optimizer, treedef, fetch, held, local_buffers, seed, src=src)
-
-
-def _sources(src: int, buffers: Any) -> list[str]:
-    """What ranks compare where one of them has the values."""
-    paths, leaves, _ = flatten(buffers)
-    shapes = [f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else "" for leaf in leaves]
-    return [f"src: {src}", *(f"buffer {path} {said}" for path, said in zip(paths, shapes, strict=True))]
-
-
-def _spread_buffers(run: Runtime, src: int, buffers: Any) -> Any:
-    """The buffers of rank `src`, on every rank."""
-    paths, leaves, treedef = flatten(buffers)
-    tensors = {path: leaf for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
-    found = spread(run, src, tensors)
-    return pytree.tree_unflatten([found.get(path, leaf) for path, leaf in zip(paths, leaves, strict=True)], treedef)
 
 
 def needs_spec(where: str, spec: Any) -> Spec:

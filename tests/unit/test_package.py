@@ -201,6 +201,7 @@ SATELLITES: dict[str, set[str]] = {
     "_as_module": set(),
     "_graph": set(),
     "_exact_sums": set(),
+    "_one_source": set(),
     "_capture": {"_exact_sums", "_host_memory"},  # of which each piece updates its weights; cuts of buckets
     "_host_memory": set(),
     "_float8": set(),

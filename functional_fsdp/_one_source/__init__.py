@@ -1,0 +1,1 @@
+"""`shard(src=)`: one rank has the values, and every other one gets them from it."""
