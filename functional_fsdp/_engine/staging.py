@@ -337,7 +337,7 @@ class Staging:
         name = bucket.name
         have = grads.get(name)
         self.seen[name] = name in self.seen
-        feedback = self._feedback(bucket, way)
+        feedback = None if way.codec is None else self._feedback(bucket)
         if have is not None:
             return self._steps(way, stage, spare, have.local, True, None, feedback)
         consumer = self.sink.consumers.get(name) if self.sink.consumers else None
@@ -349,14 +349,15 @@ class Staging:
         same = stage.dtype is bucket.grads and not bucket.grads_on_host  # a call without keywords takes half the time
         local = stage.new_empty(way.numel) if same else self.sink.memory(bucket, way.numel)
         grads[bucket.name] = FlatBuffer(local, bucket, way.states, self.mesh)
-        return self._steps(way, stage, spare, local, False, None, feedback)
+        return self._steps(way, stage, spare, local, False, None, feedback, bucket.grads_on_host)
 
     def _steps(
         self, way: Route, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor | None, add: bool,
-        consumer: BucketConsumer | None = None, feedback: Feedback | None = None,
+        consumer: BucketConsumer | None = None, feedback: Feedback | None = None, far: bool = False,
     ) -> Steps:  # fmt: skip
         """The steps, in place in `stage`, the last one straight into `out` if it can be; else copied or added. Or they
-        are used up by a consumer. feedback: what a way with a codec loses is kept there."""
+        are used up by a consumer. feedback: what a way with a codec loses is kept there. far: `out` is the host's
+        memory, to which collectives do not write."""
         if consumer is not None and not consumer.beside:
             self.run.lanes.wait(self.marks.get("update"))  # which may use the same room
         if consumer is not None and consumer.sums and way.alone:  # the sum is all that is done
@@ -364,7 +365,6 @@ class Staging:
             return
         local = stage
         lane = "reduce"
-        far = out is not None and in_host_memory(out)  # which collectives do not write to
         for i, (kind, collectives, start, size) in enumerate(way.steps):
             if collectives[0].lane != lane:
                 lane = collectives[0].lane
@@ -391,10 +391,10 @@ class Staging:
         elif out is not None and local is not out:
             out.copy_(local)
 
-    def _feedback(self, bucket: Bucket, way: Route) -> Feedback | None:
+    def _feedback(self, bucket: Bucket) -> Feedback | None:
         """What packing has lost of a bucket, and where what it loses now goes: of the step's first reduction, bytes of
         its own, as the step may not be taken."""
-        if way.codec is None or bucket.name not in self.residual:
+        if bucket.name not in self.residual:
             return None
         old, new = self.residual[bucket.name].local, self.errors.get(bucket.name)
         if new is None:
@@ -451,7 +451,8 @@ class Staging:
             self._note(bucket, True)
         local = self.sink.memory(bucket, way.numel)
         grads[bucket.name] = FlatBuffer(local, bucket, way.states, self.mesh)
-        job = self._complete(bucket, way, have.local, local, self._feedback(bucket, way))
+        feedback = None if way.codec is None else self._feedback(bucket)
+        job = self._complete(bucket, way, have.local, local, feedback)
         done = self._submit([job], [way], self.run.lanes.mark(), ordered=True)
         if self.plan.schedule.overlap_update:
             self.sink.there([bucket], done)
@@ -466,7 +467,7 @@ class Staging:
             dtype = torch.float32 if bucket.codec_axis else bucket.wire
         wire = have.to(dtype, copy=in_host_memory(have)) if way.collectives else have
         spare = wire.new_empty(bucket.received if way.exact or way.codec else 0, dtype=torch.uint8)
-        yield from self._steps(way, wire, spare, out, False, None, feedback)
+        yield from self._steps(way, wire, spare, out, False, None, feedback, bucket.grads_on_host)
         self.run.lanes.keep(have, wire, spare)
 
     def _submit(
