@@ -309,7 +309,7 @@ def groups_of(given: Leaves, *trees: Tree) -> dict[Group, Lists]:
     groups: dict[Group, Lists] = {}
     for name in trees[0]:
         some = given.get(name)
-        for labelled in zip(*(tree[name].by_label(some) for tree in trees), strict=True):
+        for labelled in zip(*[tree[name].by_label(some) for tree in trees], strict=True):
             label, first = labelled[0]
             if first.numel():
                 lists = groups.setdefault((label, first.dtype), [[] for _ in trees])
