@@ -129,7 +129,8 @@ def apply_optimizer(
     waits, the host does not. Compute has waited for all of it at the end, also where it raises."""
     executor = state._executor
     sink = executor.sink
-    sink.begin_update(name for name, one in sink.consumers.items() if one.used and copied_alike(main[name].bucket))
+    if sink.consumers or sink.updated_beside or sink.renewed:  # of this step, or of the one before
+        sink.begin_update(name for name, one in sink.consumers.items() if one.used and copied_alike(main[name].bucket))
     left = {n: b for n, b in main.items() if not sink.used_up(b.bucket.name)} if sink.consumers else main
     try:
         new, opt = _applied(state, left, skip, given)
