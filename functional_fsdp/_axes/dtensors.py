@@ -140,7 +140,7 @@ def with_dtensors(spec: Spec, paths: Sequence[str], leaves: Sequence[Any]) -> Sp
         return spec
     axes = tuple(axis for axis in spec.axes if any(one.axis == axis for own in lie.values() for one in own))
     if spec.placements == (("*", zero3(*spec.axes)),) and not {*axes} & {*spec.own_axes}:
-        spec = spec._but("placements", (("*", zero3(*(a for a in spec.axes if a not in (*axes, *spec.own_axes)))),))
+        spec = spec.with_placement(zero3(*(axis for axis in spec.axes if axis not in (*axes, *spec.own_axes))))
     index = PathIndex(paths)
     said = {path: spec.own[n] for path, n in zip(paths, index.first_rules(spec.own), strict=True) if n is not None}
     for path, own in lie.items():
@@ -159,7 +159,7 @@ def with_dtensors(spec: Spec, paths: Sequence[str], leaves: Sequence[Any]) -> Sp
         found = [() if n is None else rules[n][1] for n in index.first_rules(rules)]
         if found == [*map(want.get, paths)]:
             break
-    return spec if rules == spec.own else spec._but("own", rules)
+    return spec if rules == spec.own else spec.with_own(rules)
 
 
 def _lies(spec: Spec, path: str, t: Any) -> Own:

@@ -258,6 +258,14 @@ class Spec:
         """The same with other rules for what trains."""
         return self._but("trainable", _rules(trainable))
 
+    def with_placement(self, placement: Placement) -> Spec:
+        """The same with one placement for all leaves."""
+        return self._but("placements", (("*", placement),))
+
+    def with_own(self, own: tuple[tuple[str, tuple[Any, ...]], ...]) -> Spec:
+        """The same with other rules for axes of the model's own."""
+        return self._but("own", own)
+
     def with_transport(self, transport: str | Transport) -> Spec:
         """The same with another transport."""
         return self._but("transport", transport_of(transport))
