@@ -258,7 +258,7 @@ class Driver:
         Returns: those that are gathered outside the schedule.
         """
         weights = self.weights
-        if outside is not None:
+        if outside is not None and (outside or self.outside):
             moved = [unit for unit in units if unit in weights and (unit in self.outside) is not (unit in outside)]
             if moved:  # but for those that a call around this one reads where they are: see `regathered`
                 used = {unit for unit_call in keep for unit in unit_call.units}
@@ -323,6 +323,13 @@ class Driver:
     def busy(self) -> list[Any]:
         """Unit calls whose weights are in use: of the unit modules that are being called, or differentiated."""
         return [*self.stack, *[call.unit_call for call in self.active if call.unit_call]] if self.active else self.stack
+
+    def positions(self, leaves: Sequence[Leaf]) -> dict[str, list[tuple[int, int]]]:
+        """For each unit of these leaves: (which of them, which of its keys)."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for i, (unit, key) in enumerate(leaves):
+            found.setdefault(unit, []).append((i, self.keys[unit].index(key)))
+        return found
 
     def tensors(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
         """Gathered weights."""
@@ -397,7 +404,7 @@ class Driver:
         weight = self.weights[unit][key]
         if not torch.is_grad_enabled() or not self.trains(leaf):
             return weight.detach().clone()
-        call = UnitUse(self, None, [leaf], self.backward)
+        call = UnitUse(self, None, self.positions([leaf]))
         (through,) = Weights.apply(self.places.token, call, *self.spread([weight]))
         if not call.again:
             call.node = through.grad_fn

@@ -22,9 +22,9 @@ import torch
 from functional_fsdp import PackedWeight, ScheduleError
 from functional_fsdp._seams import torch_private
 
-from .._modules.unit_modules import Leaf, map_tensors
+from .._modules.unit_modules import map_tensors
 from .placeholders import WeightPlaceholder
-from .unit_uses import Gradients, UnitUse, no_output, refuse_second_order
+from .unit_uses import Gradients, Trained, UnitUse, no_output, refuse_second_order
 
 if TYPE_CHECKING:
     from .driver import Driver
@@ -56,9 +56,9 @@ class Visit(UnitUse):
     """
 
     def __init__(
-        self, driver: Driver, unit_call: UnitCall, leaves: list[Leaf], again: bool, call: Visit | None = None
+        self, driver: Driver, unit_call: UnitCall, trained: Trained, records: bool = True, call: Visit | None = None
     ) -> None:
-        super().__init__(driver, unit_call, leaves, again)
+        super().__init__(driver, unit_call, trained, records)
         self.call, self.session = call or self, driver.session
         self.passage: Visit | None = None
         self.anchor: torch.Tensor | None = None
@@ -76,7 +76,7 @@ class Visit(UnitUse):
         if self.passage is not None and self.passage in driver.inner:
             return self.passage
         self.refuse_changed()
-        visit = self.passage = Visit(driver, unit_call, [], driver.backward, self.call)
+        visit = self.passage = Visit(driver, unit_call, {}, call=self.call)
         visit.parents += [around for around in self.parents if around not in driver.stack]
         visit.lent, visit.tensors = self.lent, self.tensors
         driver.close(visit.parents)
@@ -142,29 +142,19 @@ def entered(unit_call: Any, function: Callable[..., Any], args: Any, kwargs: Any
         )
     leave_passages(driver)
     with outside_levels() as (records, differentiates):
-        busy = [*driver.busy, *(visit.unit_call for visit in driver.inner)]
-        outside = driver.gather(unit_call.units, busy, driver.besides.intersection(unit_call.units) or None)
-        tensors = driver.tensors(unit_call.leaves)
-        lent = tuple(tensors)
-        versions = [lent[i]._version for i in unit_call.firsts]
-        unit_call.rebind(tensors, lent)
-        storages = [tensors[i].untyped_storage()._cdata for i in unit_call.firsts]
-        if driver.backward:
-            driver.had_again(unit_call.units, outside)
-        visit = None
+        use = UnitUse(driver, unit_call, {}, False)
         if records or differentiates:
-            trained = unit_call.trained if records else []
-            visit = Visit(driver, unit_call, [unit_call.leaves[i] for i in trained], driver.backward)
-            unit_call.record(visit, tensors, trained, outside)
-            visit.lent, visit.tensors, visit.outside = lent, tensors, outside
+            use = Visit(driver, unit_call, unit_call.trained_keys if records else {})
+        unit_call.lend(use, [*driver.busy, *(visit.unit_call for visit in driver.inner)])
+        storages = use.storages()
     if driver.lifted:
-        tensors[:] = driver.lift(tensors, unit_call.leaves)  # `visit.tensors`, too
-    unit_call.form(tensors)
+        use.tensors[:] = driver.lift(use.tensors, unit_call.leaves)
+    unit_call.form(use.tensors)
     given = [Given(t) for t in each_tensor((args, kwargs))]
-    if visit is not None and differentiates:
-        args, kwargs = enter_inputs(visit, given, args, kwargs)
-    out = unit_call.run_with(tensors, lent, versions, visit, function, args, kwargs)
-    return leave(visit, unit_call, storages, given, out)
+    if isinstance(use, Visit) and differentiates:
+        args, kwargs = enter_inputs(use, given, args, kwargs)
+    out = unit_call.run_with(use, function, args, kwargs)
+    return leave(use if isinstance(use, Visit) else None, unit_call, storages, given, out)
 
 
 def leave_passages(driver: Driver) -> None:

@@ -7,9 +7,10 @@ What the backward does when it comes to such a call is in `_drive.unit_uses`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,7 @@ __all__ = ["Slot", "UnitCall", "entered"]
 forward_ad = torch_private.forward_ad
 
 Slot = tuple[dict[str, Any], str]  # a dict of parameters, and a name in it
-Given = list[tuple[torch.Tensor, int]]  # inputs, and their versions when they came
+VERSION = attrgetter("_version")
 
 
 class UnitCall:
@@ -59,7 +60,7 @@ class UnitCall:
         self.slots = [*found.values()]  # each once, also of a module that lies in this one at two paths
         self.placeholders = [held[name] for held, name, _ in self.slots]
         self.trained = [i for i, leaf in enumerate(self.leaves) if driver.trains(leaf)]
-        self.trained_leaves = [self.leaves[i] for i in self.trained]
+        self.trained_keys = driver.positions([self.leaves[i] for i in self.trained])
         firsts = {buckets[leaf]: i for i, leaf in reversed([*enumerate(self.leaves)]) if leaf in buckets}
         self.firsts = list(firsts.values())  # a leaf of each bucket: they share its storage and its version counter
         self.paths = {number[leaf]: path for path, leaf in reversed(unit_module.leaves)}
@@ -69,9 +70,7 @@ class UnitCall:
         self.forms = [(i, form) for i, form in forms.items() if form is not None]  # of DTensors
         self.watched = False  # whether it was called, and what it does to its weights was looked at
         self.inside = 0
-        self.call: UnitUse | None = None  # of the forward that is under way
-        self.storages: list[int] = []
-        self.given: Given = []
+        self.use: UnitUse | None = None  # that is under way, in no level
         self.own_class = type(module)
         self.compiled: Compiled | None = None
         self.within: list[nn.Module] = []  # what is compiled within what recomputes or moves
@@ -131,19 +130,19 @@ class UnitCall:
         self.empty()
         return changed([self.paths[i] for i in which], how)
 
-    def check(
-        self, lent: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], versions: list[int], node: Any
-    ) -> None:
+    def check(self, use: UnitUse) -> None:
         """After a call: the weights are what they were.
 
         Raises:
             ScheduleError: they were changed. If they are the state's own, it is of no more use.
         """
-        now = [lent[i]._version for i in self.firsts]
-        if now != versions:
-            moved = [i for i, a, b in zip(self.firsts, versions, now, strict=True) if a != b]
+        lent, tensors = use.lent, use.tensors
+        now = [*map(VERSION, use.firsts)]
+        if now != use.versions:
+            moved = [i for i, a, b in zip(self.firsts, use.versions, now, strict=True) if a != b]
             storages = {lent[i].untyped_storage()._cdata for i in moved}
             which = [i for i, t in enumerate(lent) if t.numel() and t.untyped_storage()._cdata in storages]
+            node = use.node
             sure = [i for i in which if node is not None and i in self.trained and tensors[i].grad_fn is not node]
             where = f"the module {self.unit_module.path!r}" if self.unit_module.path else "the model"
             self.driver.spoilt(self.units, where)
@@ -156,13 +155,13 @@ class UnitCall:
         except KeyError:
             raise self.refuse([i], "by assignment") from None
 
-    def watch(self, function: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    def watch(self, use: UnitUse, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`run`, looking at each operation, and at what the backward reads of weights."""
         with levels.outside_levels():
-            tensors = [*map(local_part, map(torch_private.base_of, tensors))]
+            tensors = [*map(local_part, map(torch_private.base_of, use.tensors))]
             before = [(t, t.detach()) for t in tensors]
         weights = {path: tensors[i] for i, path in self.paths.items()}
-        with WriteWatch(weights, lambda: self.driver.gathering), self.saves():
+        with WriteWatch(weights, lambda: self.driver.gathering), self.saves(use):
             out = self.run(function, args, kwargs)
         for i, (t, same) in enumerate(before):
             if i not in self.rebound and place(t) != place(same):
@@ -172,14 +171,13 @@ class UnitCall:
         self.watched = not self.driver.debug
         return out
 
-    def saves(self) -> AbstractContextManager[Any]:
+    def saves(self, use: UnitUse) -> AbstractContextManager[Any]:
         """Within, frozen weights are saved for the backward so that they are read while they are there. Trained ones
         get gradients, by which `Driver.begin` knows. Not where others have hooks for what is saved."""
-        call = self.call
         whole = len(self.trained) == len(self.leaves) or self.compiled is not None
-        if call is None or not self.given or whole or torch_private.top_saved_hooks():
+        if not use.given or whole or torch_private.top_saved_hooks():
             return nullcontext()
-        storages = {*self.storages}
+        storages = {*use.storages()}
 
         def pack(t: torch.Tensor) -> Any:
             return t.detach(), version(t)
@@ -191,7 +189,7 @@ class UnitCall:
                     f"a tensor of shape {tuple(t.shape)} that the module {self.unit_module.path!r} needs for its "
                     "gradients was modified by an inplace operation."
                 )
-            if t.layout is torch.strided and t.untyped_storage()._cdata in storages and call not in self.driver.active:
+            if t.layout is torch.strided and t.untyped_storage()._cdata in storages and use not in self.driver.active:
                 raise no_output(self)
             return t
 
@@ -204,10 +202,10 @@ class UnitCall:
             if driver.backward:
                 self.compute_again()
             out = self.run(function, args, kwargs)
-            seen = self.call is not None and function is self.own_class.forward
-            hooked = seen and (self.module._forward_hooks or GLOBAL._global_forward_hooks)
-            if hooked:  # what hooks keep may be what the loss uses
-                return _out(out, self.storages, self.call, self.given)
+            use = self.use
+            hooks = self.module._forward_hooks or GLOBAL._global_forward_hooks
+            if use is not None and use.records and function is self.own_class.forward and hooks:
+                return _out(out, use)  # what hooks keep may be what the loss uses
             return out
         if driver.state is None:
             return function(self.module, *args, **kwargs)
@@ -218,58 +216,58 @@ class UnitCall:
             return levels.entered(self, function, args, kwargs)
         if driver.inner:
             levels.leave_passages(driver)
-        besides = driver.besides and driver.besides.intersection(self.units)
-        outside = driver.gather(self.units, driver.busy, besides or None)
-        tensors = driver.tensors(self.leaves)
-        lent = tuple(tensors)
-        versions = [lent[i]._version for i in self.firsts]
-        if self.rebound:
-            self.rebind(tensors, lent)
-        storages = [tensors[i].untyped_storage()._cdata for i in self.firsts]
-        call, given = None, []
-        if driver.backward:  # activation checkpointing runs it again: the same, with nothing to come of it
-            driver.had_again(self.units, outside)
-        if torch.is_grad_enabled():
-            call = UnitUse(driver, self, self.trained_leaves, driver.backward)
-            given = _differentiated((*args, *kwargs.values()))
-            self.record(call, tensors, self.trained, outside)
-            if not call.again:
-                call.lent, call.tensors, call.outside = lent, tensors, outside
+        records = torch.is_grad_enabled()
+        use = UnitUse(driver, self, self.trained_keys, records)
+        if records:
+            use.given = _differentiated((*args, *kwargs.values()))
+        self.lend(use, driver.busy)
         if self.forms:
-            self.form(tensors)
-        self.call, self.storages, self.given = call, storages, given
+            self.form(use.tensors)
+        self.use = use
         try:
-            out = self.run_with(tensors, lent, versions, call, function, args, kwargs)
+            out = self.run_with(use, function, args, kwargs)
         finally:
-            self.call, self.given = None, []
-        return _out(out, storages, call, given)
+            self.use = None
+        out = _out(out, use)
+        use.given = []
+        return out
 
-    def record(self, use: UnitUse, tensors: list[torch.Tensor], trained: Sequence[int], outside: Set[str]) -> None:
-        """Have the trained ones of these weights go through the step's graph; and note the use, unless it is one of a
-        recomputation."""
+    def lend(self, use: UnitUse, keep: Sequence[UnitCall]) -> None:
+        """Gather the weights for a use: they go through the step's graph, if they train and it is recorded. And note
+        the use, unless it is one of a recomputation, with nothing to come of it."""
         driver = self.driver
-        if trained:
-            through = Weights.apply(driver.places.token, use, *driver.spread([tensors[i] for i in trained]))
-            for i, tensor in zip(trained, through, strict=True):
+        besides = driver.besides and driver.besides.intersection(self.units)
+        outside = driver.gather(self.units, keep, besides or None)
+        weights = driver.weights
+        tensors = [weights[unit][key] for unit, key in self.leaves]
+        use.lent, use.tensors, use.outside = tuple(tensors), tensors, outside
+        use.firsts = [tensors[i] for i in self.firsts]
+        use.versions = [*map(VERSION, use.firsts)]
+        if self.rebound:
+            self.rebind(tensors, use.lent)
+        if driver.backward:
+            driver.had_again(self.units, outside)
+        if not use.records:
+            return
+        if use.trained:
+            given = [tensors[i] for i in self.trained]
+            through = Weights.apply(driver.places.token, use, *(driver.spread(given) if driver.samples else given))
+            for i, tensor in zip(self.trained, through, strict=True):
                 tensors[i] = tensor
         if not use.again:
             driver.calls.append(use)
-            use.node = tensors[trained[0]].grad_fn if trained else None
-            if outside:
-                driver.besides.update(outside)
+            use.node = tensors[self.trained[0]].grad_fn if use.trained else None
+            driver.besides.update(outside)
 
-    def run_with(
-        self, tensors: list[torch.Tensor], lent: tuple[torch.Tensor, ...], versions: list[int], use: UnitUse | None,
-        function: Callable[..., Any], args: Any, kwargs: Any,
-    ) -> Any:  # fmt: skip
+    def run_with(self, use: UnitUse, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the module's own code while it has these weights, and look at what it did to them."""
         driver = self.driver
         driver.stack.append(self)
-        self.put(tensors)
+        self.put(use.tensors)
         try:
             watch = not self.watched and not driver.backward
-            out = self.watch(function, args, kwargs, tensors) if watch else self.run(function, args, kwargs)
-            self.check(lent, tensors, versions, use and use.node)
+            out = self.watch(use, function, args, kwargs) if watch else self.run(function, args, kwargs)
+            self.check(use)
         except Exception as error:
             self.explain(error, (args, kwargs))
             raise
@@ -318,7 +316,7 @@ def _rebinds(module: nn.Module, path: str, leaf: str) -> bool:
     return isinstance(module.get_submodule(inner), nn.RNNBase)
 
 
-def _differentiated(values: Sequence[Any]) -> Given:
+def _differentiated(values: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
     """The tensors among inputs that gradients go through, and their versions."""
     found = []
     for value in values:
@@ -330,32 +328,33 @@ def _differentiated(values: Sequence[Any]) -> Given:
     return found
 
 
-def _out(out: Any, storages: list[int], call: UnitUse | None, given: Given) -> Any:
+def _out(out: Any, use: UnitUse) -> Any:
     """A unit module's output: copied where it is a weight itself, and through `Outputs` where it is differentiated. An
     input that it returns stays that input, since who changes one of them in place changes the other."""
     found: list[torch.Tensor] = []
-    came = {id(t): version for t, version in given}
+    storages = use.storages()
+    came = {id(t): version for t, version in use.given} if use.given else {}
 
     def look(t: torch.Tensor) -> torch.Tensor:
         if type(t) is WeightPlaceholder:
             t = t.value()
         if t.layout is torch.strided and (t.untyped_storage()._cdata in storages or isinstance(t, PackedWeight)):
             t = t.clone()
-        if call is not None and t.requires_grad and came.get(id(t)) != t._version:
+        if use.records and t.requires_grad and came.get(id(t)) != t._version:
             found.append(t)
         return t
 
     out = map_tensors(look, out)
     if not found:
         return out
-    assert call is not None
-    through = Outputs.apply(call, *found)
-    if not call.again:
-        call.outs.append(through[0].grad_fn)
-    places = [t.untyped_storage()._cdata for t in found]
-    theirs = {t.untyped_storage()._cdata for t, version in given if t._version == version}
-    if len({*places}) < len(places) or not theirs.isdisjoint(places):
-        call.shared += [(t, t._version) for t in through]
+    through = Outputs.apply(use, *found)
+    if not use.again:
+        use.outs.append(through[0].grad_fn)
+    if came or len(found) > 1:
+        places = [t.untyped_storage()._cdata for t in found]
+        theirs = {t.untyped_storage()._cdata for t, version in use.given if t._version == version}
+        if len({*places}) < len(places) or not theirs.isdisjoint(places):
+            use.shared += [(t, t._version) for t in through]
     if found[0] is out:
         return through[0]
     passed = {id(t): new for t, new in zip(found, through, strict=True)}

@@ -9,7 +9,7 @@ unit module, and what its residuals point at is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 Gradients = list[torch.Tensor | None]
+Trained = Mapping[str, Sequence[tuple[int, int]]]
 
 SECOND = (
     "units that are gathered one at a time. Keep all of them gathered for that: T.forward_backward(model, loss_fn, "
@@ -47,16 +48,24 @@ SECOND = (
 class UnitUse:
     """One call of a unit module in the forward; without a unit call, one use of a single weight outside of it.
 
+    Args:
+        trained: for each unit that gets gradients: (which of the weights that went in, which of its keys).
+        records: whether a graph records it.
+
     Attributes:
         again: it is a call that the backward makes. Activation checkpointing only looks at what it saves. Gradients
             through it would find the bytes of other units.
     """
 
-    def __init__(self, driver: Driver, unit_call: UnitCall | None, leaves: list[Leaf], again: bool = False) -> None:
-        self.driver, self.unit_call, self.leaves, self.again = driver, unit_call, leaves, again
+    def __init__(self, driver: Driver, unit_call: UnitCall | None, trained: Trained, records: bool = True) -> None:
+        self.driver, self.unit_call, self.trained, self.records = driver, unit_call, trained, records
+        self.again = driver.backward
         self.parents = list(driver.stack)
+        self.given: list[tuple[torch.Tensor, int]] = []  # inputs that are differentiated, and their versions
         self.lent: tuple[torch.Tensor, ...] = ()  # the unit call's weights, as they were gathered
-        self.tensors: list[torch.Tensor] = []  # and as they went in
+        self.firsts: list[torch.Tensor] = []  # of these, one of each bucket
+        self.versions: list[int] = []
+        self.tensors: list[torch.Tensor] = []  # weights as they went in
         self.shared: list[tuple[torch.Tensor, int]] = []  # outputs that share memory with something else, and versions
         self.outside: Set[str] = frozenset()  # units that it had from outside the schedule
         self.undo: list[Callable[[], None]] = []  # what puts back what lay where its weights are needed
@@ -64,9 +73,10 @@ class UnitUse:
         self.close: Callable[[], None] | None = None  # what ends its backward's range in a profile
         self.node: Any = None  # of Weights, in the graph
         self.outs: list[Any] = []  # of Outputs: one, or two where hooks see the first
-        self.trained: dict[str, list[tuple[int, int]]] = {}  # for each unit: (which of `leaves`, which of its keys)
-        for i, (unit, key) in enumerate(leaves):
-            self.trained.setdefault(unit, []).append((i, driver.keys[unit].index(key)))
+
+    def storages(self) -> list[int]:
+        """Where its weights lie."""
+        return [t.untyped_storage()._cdata for t in self.firsts]
 
     def begin(self, grads: Gradients) -> Gradients:
         """The backward comes to this call, with gradients of its outputs: its weights are needed again."""
