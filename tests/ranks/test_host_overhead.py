@@ -1,4 +1,5 @@
-"""The host's work for the schedule: how many calls the verbs make a unit and step, with a transport that does nothing.
+"""The host's work for the schedule: how many calls the verbs make a unit and step, with a transport that does nothing;
+and how many a driven forward and backward makes.
 
 Times hang on the machine and on what else it does; calls do not. `python tests/ranks/test_host_overhead.py` prints the
 time, too; with PYTHONPATH set to another checkout, that one's.
@@ -9,17 +10,24 @@ from __future__ import annotations
 import cProfile
 import gc
 import pstats
+import sys
 import time
+from collections import Counter
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn as nn
 
 import functional_fsdp as fsdp
+import functional_fsdp.transforms as T
 from functional_fsdp import launch
 from functional_fsdp._runtime.runtime import Runtime
 
 UNITS, LEAVES, STEPS = 40, 6, 100  # six leaves: a block of examples/benchmark.py
 CALLS = 243
+DRIVEN, FILES = 896, 32  # of five units: Python calls of the package, and in how many of its files
 
 
 def host_work(counting: bool) -> float:
@@ -61,6 +69,41 @@ def host_work(counting: bool) -> float:
 def test_the_verbs_make_no_more_calls_than_they_need() -> None:
     calls = launch(host_work, (True,), nprocs=2)
     assert max(calls) <= CALLS, calls
+
+
+def driven_calls() -> tuple[int, int]:
+    """Of a driven forward and backward of five units in the sixth step: Python calls of the package; and its files."""
+    params, model = fsdp.functionalize(nn.Sequential(*(nn.Linear(16, 16) for _ in range(5))))
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.adamw(lr=1e-3))
+    driven = T.forward_backward(model, lambda model, x: model(x).square().mean())
+    home = Path(fsdp.__file__).parent
+    folders = tuple(f"{folder.resolve()}/" for folder in (home, home / "transforms"))
+    calls: Counter[str] = Counter()
+
+    def seen(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            calls[frame.f_code.co_filename] += 1
+
+    transport = Runtime.collective
+    nothing: Any = lambda *_: iter(())  # noqa: E731
+    for step in range(6):
+        if step == 5:
+            Runtime.collective = nothing  # type: ignore[method-assign]
+            sys.setprofile(seen)
+        try:
+            state, _ = driven(state, torch.ones(8, 16))
+        finally:
+            sys.setprofile(None)
+            Runtime.collective = transport  # type: ignore[method-assign]
+        state = fsdp.step(state)
+    ours = {file: n for file, n in calls.items() if str(Path(file).resolve()).startswith(folders)}
+    return sum(ours.values()), len(ours)
+
+
+def test_a_driven_forward_and_backward_make_no_more_calls_than_they_need() -> None:
+    for calls, files in launch(driven_calls, nprocs=2):
+        assert calls <= DRIVEN
+        assert files <= FILES
 
 
 if __name__ == "__main__":

@@ -223,6 +223,8 @@ class Buffers:
 
     def note(self) -> None:
         """How the buffers that stay with the module are before a forward."""
+        if not (self.persistent or self.rest):
+            return
         self.live = self._live()
         for path, (held, name) in self.rest.items():
             if path not in self.places:
@@ -243,6 +245,8 @@ class Buffers:
         filled = any(part._buffers.get(name) is not None for _, part, name in self.absent)
         if filled or [*map(len, self.dicts)] != self.sizes:
             self._refuse_new()
+        if not (self.persistent or self.rest):
+            return state.buffers
         now = {path: held.get(name) for path, (held, name) in self.places.items()}
         changed = self.changed(now)
         given = state.buffers if isinstance(state.buffers, dict) else {}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from operator import is_
+from operator import attrgetter, is_
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -40,6 +40,7 @@ __all__ = ["Driver", "Tensors", "caller", "eager_only", "refuse_nesting"]
 Units = Set[str]
 Tensors = Sequence[torch.Tensor]
 NONE: Units = frozenset()
+UNITS = attrgetter("units")  # of a unit call
 
 
 def eager_only(verb: str) -> Callable[..., NoReturn]:
@@ -98,6 +99,7 @@ class Driver:
         self.fresh = True  # whether it does: later microbatches add to what there is
         self.state: Any = None
         self.session: Any = None  # of the call that runs
+        self.watcher: Any = None  # what the forwards of units are called through, see `Session.watcher`
         self.caller: FrameType | None = None  # whose `with` it is that runs
         self.order: Any = None
         self._clear()
@@ -197,6 +199,7 @@ class Driver:
         self.fresh = not state.grads and lineage_of(state).keeps_gradients
         try:
             self.caller, self.state, self.session, self.trains_now = caller(), state, session, trains
+            self.watcher = session.watcher
             with torch_private.parametrized_anew(), waiting() if compiles else torch_private.AS_IT_IS:
                 yield session.number
             self.look_back()
@@ -226,7 +229,7 @@ class Driver:
         if self.one_thread is not None:
             self.one_thread.__exit__(None, None, None)
         self._clear()
-        self.state = self.session = self.caller = None
+        self.state = self.session = self.watcher = self.caller = None
         if self.device in USES:
             USES[self.device](self, 0, 0, 0)
 
@@ -264,7 +267,7 @@ class Driver:
                 used = {unit for unit_call in keep for unit in unit_call.units}
                 self.release(tuple([unit for unit in moved if unit not in used]))
         if not all(map(weights.__contains__, units)):
-            stale = {*weights}.difference(units, *[unit_call.units for unit_call in keep])
+            stale = {*weights}.difference(units, *map(UNITS, keep))
             if stale:
                 self.release(tuple(filter(stale.__contains__, weights)))  # in the order in which they came
             self.trace[self.differentiating].append(units if len(units) > 1 else units[0])
@@ -272,26 +275,26 @@ class Driver:
                 self.uses[self.differentiating] += 1
                 forward, backward = self.uses
                 USES[self.device](self, forward, backward, self.fresh * self.gradient_bytes)
-            by_plan, others = units, units[:0]
-            if outside:
-                by_plan = tuple([unit for unit in units if unit not in outside])
-                others = tuple([unit for unit in units if unit in outside])
             self.gathering = True
-            self.fetch(units, by_plan, others)
+            self.fetch(units, outside or NONE)
             for lift in self.lifts:
                 lift.gather(units)
             self.gathering = False
         return self.outside.intersection(units) if self.outside else NONE
 
-    def fetch(self, units: tuple[str, ...], by_plan: tuple[str, ...], others: tuple[str, ...]) -> None:
-        """Gather these units: some by the schedule, the others beside it."""
+    def fetch(self, units: tuple[str, ...], outside: Units) -> None:
+        """Gather these units: those in `outside` beside the schedule, the others by it."""
+        by_plan = tuple([unit for unit in units if unit not in outside]) if outside else units
+        others: Sequence[str] = [unit for unit in units if unit in outside] if outside else ()
         try:
             if by_plan:
-                self._unshard(by_plan, False)
+                self.state, found = unshard(self.state, by_plan)
+                self.weights.update(found)
         except Collision:  # of what is recomputed, or done and not known to be: what is held stays where it is
             others = units
         if others:
-            self._unshard(others, True)
+            self.state, found = unshard(self.state, others, outside=True)
+            self.weights.update(found)
         if self.session.fallback:
             self.outside.update(self.session.off_plan(units))
 
@@ -311,13 +314,6 @@ class Driver:
         """A recomputation has these units, some of them from outside the schedule: what it saves lies there."""
         for unit in units:
             self.again.setdefault(unit, set()).add(unit in outside)
-
-    def _unshard(self, units: tuple[str, ...], outside: bool) -> None:
-        if len(units) == 1:
-            self.state, self.weights[units[0]] = unshard(self.state, units[0], outside=outside)
-        else:
-            self.state, found = unshard(self.state, units, outside=outside)
-            self.weights.update(found)
 
     @property
     def busy(self) -> list[Any]:
@@ -359,8 +355,8 @@ class Driver:
         return any(lift.lent(t) for lift in self.lifts[: self.lifted])
 
     def spread(self, weights: Tensors) -> Tensors:
-        """These, or for each sample one of each: so gradients are each sample's."""
-        return [t.expand(self.samples, *t.shape) for t in weights] if self.samples else weights
+        """For each sample one of each of these: so gradients are each sample's."""
+        return [t.expand(self.samples, *t.shape) for t in weights]
 
     def release(self, units: tuple[str, ...] | None = None) -> None:
         """Give back units, by default all."""
@@ -373,7 +369,7 @@ class Driver:
             self.outside.difference_update(names)
             for lift in self.lifts:
                 lift.release(names)
-            self.state = release(self.state, names if len(names) > 1 else names[0])
+            self.state = release(self.state, names)
 
     def visited(self, visit: Visit) -> None:
         """A visit begins, through which inner backwards may go: these gather, and so run on this thread, also for a
@@ -405,7 +401,7 @@ class Driver:
         if not torch.is_grad_enabled() or not self.trains(leaf):
             return weight.detach().clone()
         call = UnitUse(self, None, self.positions([leaf]))
-        (through,) = Weights.apply(self.places.token, call, *self.spread([weight]))
+        (through,) = Weights.apply(self.places.token, call, *(self.spread([weight]) if self.samples else [weight]))
         if not call.again:
             call.node = through.grad_fn
             self.calls.append(call)
@@ -467,7 +463,7 @@ class Driver:
 
     def begin(self) -> None:
         """The backward begins: which gradients are to come is known now."""
-        self.backward = True
+        self.backward, self.watcher = True, None
         used: dict[str, int] = {}
         for call in self.calls:
             if call.node is None:

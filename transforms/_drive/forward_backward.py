@@ -271,7 +271,8 @@ class ForwardBackward(Generic[Out]):
                 f"forward_backward: loss_fn returned a {type(out).__name__}; with has_aux=True expected (loss, aux)."
             )
         loss, aux = out if self.has_aux else (out, None)
-        loss = full_tensor(loss)
+        if type(loss) is not torch.Tensor:
+            loss = full_tensor(loss)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise TreeError(

@@ -18,7 +18,7 @@ ones, so that a model that no device holds can be measured; what it keeps for it
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from statistics import median
 from time import perf_counter
@@ -120,7 +120,7 @@ class Lap(NamedTuple):
 class Unconcerned:
     """What a driver's session is where no schedule is followed."""
 
-    watcher, fallback = None, ()
+    fallback = ()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: ()
@@ -167,13 +167,13 @@ class Rehearsal(Driver):
         self.spared = nbytes
         self.kept_more: dict[tuple[str, ...], list[int]] = {}
 
-    def fetch(self, units: tuple[str, ...], by_plan: tuple[str, ...], others: tuple[str, ...]) -> None:
+    def fetch(self, units: tuple[str, ...], outside: Set[str]) -> None:
         if self.gathered:
             self.lap()
         self.gathered = units
         if self.differentiating and self.kept_more.get(units):
             self.alive.now -= self.kept_more[units].pop()
-        super().fetch(units, by_plan, others)
+        self.weights.update({unit: self.made[unit] for unit in units})
 
     def lap(self) -> None:
         """The use of the units that were gathered last is over."""
@@ -183,9 +183,6 @@ class Rehearsal(Driver):
                 self.alive.now += more
                 self.kept_more.setdefault(self.gathered, []).append(more)
             self.laps.append(Lap(self.gathered, self.counter.lap(), self.alive.now if self.alive else 0))
-
-    def _unshard(self, units: tuple[str, ...], outside: bool) -> None:
-        self.weights.update({unit: self.made[unit] for unit in units})
 
     def release(self, units: tuple[str, ...] | None = None) -> None:
         for unit in tuple(self.weights) if units is None else units:

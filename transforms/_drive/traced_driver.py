@@ -9,14 +9,14 @@ Each graph has a copy of the model of its own: what a forward leaves in a module
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 
-from functional_fsdp import ScheduleError, State
+from functional_fsdp import ScheduleError, State, unshard
 from functional_fsdp._seams import GraphBuild, coordinate_of, torch_private, tracing_now
 from functional_fsdp.extend import refuse
 
@@ -68,9 +68,10 @@ class TracedDriver(Driver):
             f"and vmap as far as the compiler of torch {torch.__version__} knows them."
         )
 
-    def fetch(self, units: tuple[str, ...], by_plan: tuple[str, ...], others: tuple[str, ...]) -> None:
+    def fetch(self, units: tuple[str, ...], outside: Set[str]) -> None:
         """Gather these units. A graph can issue what no plan names."""
-        self._unshard(units, False)
+        self.state, found = unshard(self.state, units)
+        self.weights.update(found)
 
     def regathered(self, call: UnitUse, grads: Gradients) -> Gradients:
         """Leave the mark: from here on this gather stands for the forward's."""

@@ -25,7 +25,7 @@ from .._modules.unit_modules import Leaf, UnitModule, map_tensors
 from . import levels
 from .buffers import WriteWatch, changed, clear, place, version
 from .placeholders import WeightPlaceholder, cast_inputs, dtypes_of, note_module, refuse_buffers, refuse_dtypes
-from .unit_uses import Outputs, UnitUse, Weights, no_output, traced_by
+from .unit_uses import Given, Outputs, UnitUse, Weights, no_output, traced_by
 
 if TYPE_CHECKING:
     from .driver import Driver
@@ -60,6 +60,7 @@ class UnitCall:
         self.slots = [*found.values()]  # each once, also of a module that lies in this one at two paths
         self.placeholders = [held[name] for held, name, _ in self.slots]
         self.trained = [i for i, leaf in enumerate(self.leaves) if driver.trains(leaf)]
+        self.frozen = len(self.trained) < len(self.leaves)  # whether some are
         self.trained_keys = driver.positions([self.leaves[i] for i in self.trained])
         firsts = {buckets[leaf]: i for i, leaf in reversed([*enumerate(self.leaves)]) if leaf in buckets}
         self.firsts = list(firsts.values())  # a leaf of each bucket: they share its storage and its version counter
@@ -174,8 +175,7 @@ class UnitCall:
     def saves(self, use: UnitUse) -> AbstractContextManager[Any]:
         """Within, frozen weights are saved for the backward so that they are read while they are there. Trained ones
         get gradients, by which `Driver.begin` knows. Not where others have hooks for what is saved."""
-        whole = len(self.trained) == len(self.leaves) or self.compiled is not None
-        if not use.given or whole or torch_private.top_saved_hooks():
+        if not (use.given and self.frozen) or self.compiled is not None or torch_private.top_saved_hooks():
             return nullcontext()
         storages = {*use.storages()}
 
@@ -229,7 +229,7 @@ class UnitCall:
         finally:
             self.use = None
         out = _out(out, use)
-        use.given = []
+        use.given = {}
         return out
 
     def lend(self, use: UnitUse, keep: Sequence[UnitCall]) -> None:
@@ -250,10 +250,13 @@ class UnitCall:
         if not use.records:
             return
         if use.trained:
-            given = [tensors[i] for i in self.trained]
-            through = Weights.apply(driver.places.token, use, *(driver.spread(given) if driver.samples else given))
-            for i, tensor in zip(self.trained, through, strict=True):
-                tensors[i] = tensor
+            some = [tensors[i] for i in self.trained] if self.frozen else tensors
+            through = Weights.apply(driver.places.token, use, *(driver.spread(some) if driver.samples else some))
+            if self.frozen:
+                for i, tensor in zip(self.trained, through, strict=True):
+                    tensors[i] = tensor
+            else:
+                tensors[:] = through
         if not use.again:
             driver.calls.append(use)
             use.node = tensors[self.trained[0]].grad_fn if use.trained else None
@@ -295,12 +298,6 @@ class UnitCall:
             if call.unit_call is self:
                 self.driver.had_again(self.units, call.outside)
 
-    @property
-    def watcher(self) -> Any:
-        """What its forward is called through, see `Session.watcher`; None: nothing."""
-        session = self.driver.session
-        return None if session is None or self.driver.backward else session.watcher
-
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The module's own code, compiled if so wished; its weights are in it."""
         code = function if self.compiled is None else partial(self.compiled.module, self.own_class, function)
@@ -316,15 +313,15 @@ def _rebinds(module: nn.Module, path: str, leaf: str) -> bool:
     return isinstance(module.get_submodule(inner), nn.RNNBase)
 
 
-def _differentiated(values: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
+def _differentiated(values: Sequence[Any]) -> Given:
     """The tensors among inputs that gradients go through, and their versions."""
-    found = []
+    found: Given = {}
     for value in values:
         if isinstance(value, torch.Tensor):
             if value.requires_grad:
-                found.append((value, value._version))
+                found[id(value)] = value, value._version
         elif isinstance(value, list | tuple | dict):
-            found += _differentiated([*value.values()] if isinstance(value, dict) else value)
+            found |= _differentiated([*value.values()] if isinstance(value, dict) else value)
     return found
 
 
@@ -332,16 +329,17 @@ def _out(out: Any, use: UnitUse) -> Any:
     """A unit module's output: copied where it is a weight itself, and through `Outputs` where it is differentiated. An
     input that it returns stays that input, since who changes one of them in place changes the other."""
     found: list[torch.Tensor] = []
-    storages = use.storages()
-    came = {id(t): version for t, version in use.given} if use.given else {}
+    storages, given = use.storages(), use.given
 
     def look(t: torch.Tensor) -> torch.Tensor:
         if type(t) is WeightPlaceholder:
             t = t.value()
         if t.layout is torch.strided and (t.untyped_storage()._cdata in storages or isinstance(t, PackedWeight)):
             t = t.clone()
-        if use.records and t.requires_grad and came.get(id(t)) != t._version:
-            found.append(t)
+        if use.records and t.requires_grad:
+            came = given.get(id(t))
+            if came is None or came[1] != t._version:
+                found.append(t)
         return t
 
     out = map_tensors(look, out)
@@ -350,9 +348,9 @@ def _out(out: Any, use: UnitUse) -> Any:
     through = Outputs.apply(use, *found)
     if not use.again:
         use.outs.append(through[0].grad_fn)
-    if came or len(found) > 1:
+    if given or len(found) > 1:
         places = [t.untyped_storage()._cdata for t in found]
-        theirs = {t.untyped_storage()._cdata for t, version in use.given if t._version == version}
+        theirs = {t.untyped_storage()._cdata for t, version in given.values() if t._version == version}
         if len({*places}) < len(places) or not theirs.isdisjoint(places):
             use.shared += [(t, t._version) for t in through]
     if found[0] is out:
@@ -374,7 +372,7 @@ def entered(cls: type[nn.Module]) -> type[nn.Module]:
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit_call = self._unit_call
-        enter, watcher = unit_call.enter, unit_call.watcher
+        enter, watcher = unit_call.enter, unit_call.driver.watcher
         if torch_private.profiler._is_profiler_enabled:
             enter = ranges.ranged(enter, f"forward {unit_call.path}")
         if watcher is not None:

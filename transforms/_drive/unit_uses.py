@@ -38,6 +38,7 @@ __all__ = [
 
 Gradients = list[torch.Tensor | None]
 Trained = Mapping[str, Sequence[tuple[int, int]]]
+Given = dict[int, tuple[torch.Tensor, int]]  # by id: inputs that are differentiated, and their versions when they came
 
 SECOND = (
     "units that are gathered one at a time. Keep all of them gathered for that: T.forward_backward(model, loss_fn, "
@@ -61,7 +62,7 @@ class UnitUse:
         self.driver, self.unit_call, self.trained, self.records = driver, unit_call, trained, records
         self.again = driver.backward
         self.parents = list(driver.stack)
-        self.given: list[tuple[torch.Tensor, int]] = []  # inputs that are differentiated, and their versions
+        self.given: Given = {}
         self.lent: tuple[torch.Tensor, ...] = ()  # the unit call's weights, as they were gathered
         self.firsts: list[torch.Tensor] = []  # of these, one of each bucket
         self.versions: list[int] = []
