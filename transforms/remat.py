@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -15,7 +15,7 @@ from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import refuse, skeleton_of, traced_as
 
 from ._compile.compile_units import called
-from ._modules.unit_modules import each_leaf, outermost
+from ._modules.unit_modules import each_leaf, outermost, subclass
 from ._remat.across_jvp import across_jvp, in_one_jvp, keeps_nothing
 from ._remat.draws import generators_of
 from ._remat.habits import Habits
@@ -282,10 +282,6 @@ def _wrapped(fn: Callable[..., Any], part: KeptPart) -> Callable[..., Any]:
 # ---------------------------------------------------------------- classes
 
 
-_RECOMPUTED: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
-_PARTS: dict[type[nn.Module], type[nn.Module]] = {}
-
-
 def _become_recomputed(path: str, module: nn.Module, habits: Habits, draws: bool) -> None:
     """Have a module's calls be those of one that recomputes."""
     _refuse("remat", path, module, "_remat", "recomputes already")
@@ -293,16 +289,14 @@ def _become_recomputed(path: str, module: nn.Module, habits: Habits, draws: bool
     module.__class__ = _recomputed(type(module), draws)
 
 
+@cache
 def _recomputed(cls: type[nn.Module], draws: bool) -> type[nn.Module]:
     """The class of a module that recomputes."""
-    if (cls, draws) not in _RECOMPUTED:
 
-        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return _module(cls, draws, self, *args, **kwargs)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _module(cls, draws, self, *args, **kwargs)
 
-        body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "_around": cls}
-        _RECOMPUTED[cls, draws] = type(cls.__name__, (cls,), body)
-    return _RECOMPUTED[cls, draws]
+    return subclass(cls, __call__=__call__, _around=cls)
 
 
 def _become_part(verb: str, path: str, module: nn.Module, part: KeptPart) -> None:
@@ -311,16 +305,18 @@ def _become_part(verb: str, path: str, module: nn.Module, part: KeptPart) -> Non
     if there is not None and (there.owner, there.fate) == (part.owner, part.fate):  # shared by two that recompute
         return
     _refuse(verb, path, module, "_part", "is saved or moved already")
-    cls = type(module)
-    if cls not in _PARTS:
-
-        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return _part(vars(self)["_part"], partial(called, cls, self), args, kwargs, self)
-
-        body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "_around": cls}
-        _PARTS[cls] = type(cls.__name__, (cls,), body)
     module.__dict__["_part"] = part
-    module.__class__ = _PARTS[cls]
+    module.__class__ = _as_part(type(module))
+
+
+@cache
+def _as_part(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module whose calls are those of a part."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _part(vars(self)["_part"], partial(called, cls, self), args, kwargs, self)
+
+    return subclass(cls, __call__=__call__, _around=cls)
 
 
 def _refuse(verb: str, path: str, module: nn.Module, mark: str, already: str) -> None:

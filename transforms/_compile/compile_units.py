@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar, overload
 
 import torch
@@ -22,7 +22,7 @@ from functional_fsdp import SpecError
 from functional_fsdp._seams import torch_private, tracing_now
 from functional_fsdp.extend import skeleton_of
 
-from .._modules.unit_modules import NEVER_CALLED, UnitModule, outermost
+from .._modules.unit_modules import NEVER_CALLED, UnitModule, outermost, subclass
 from .code import Code, with_late_copies
 from .startup import Clock, finish_start
 
@@ -337,18 +337,13 @@ def refuse_around(model: nn.Module, unit_modules: Iterable[UnitModule], chosen: 
 # ---------------------------------------------------------------- classes
 
 
-_COMPILED: dict[type[nn.Module], type[nn.Module]] = {}
-
-
+@cache
 def _compiled(cls: type[nn.Module]) -> type[nn.Module]:
     """The class of a module that is compiled."""
-    if cls not in _COMPILED:
 
-        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return cls.__call__(self, *args, **kwargs)
-            return self._compiled.module(cls, cls.__call__, self, *args, **kwargs)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return cls.__call__(self, *args, **kwargs)
+        return self._compiled.module(cls, cls.__call__, self, *args, **kwargs)
 
-        body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        _COMPILED[cls] = type(cls.__name__, (cls,), body)
-    return _COMPILED[cls]
+    return subclass(cls, __call__=__call__)

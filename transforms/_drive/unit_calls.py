@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from functional_fsdp import PackedWeight, ScheduleError
 from functional_fsdp._seams import local_part, ranges, torch_private
 
 from .._compile.compile_units import Compiled, Compiler, own_class
-from .._modules.unit_modules import Leaf, UnitModule, map_tensors
+from .._modules.unit_modules import Leaf, UnitModule, map_tensors, subclass
 from . import levels
 from .buffers import WriteWatch, changed, clear, place, version
 from .placeholders import WeightPlaceholder, cast_inputs, dtypes_of, note_module, refuse_buffers, refuse_dtypes
@@ -362,13 +362,9 @@ def _out(out: Any, use: UnitUse) -> Any:
 # ---------------------------------------------------------------- classes
 
 
-_ENTERED: dict[type[nn.Module], type[nn.Module]] = {}
-
-
+@cache
 def entered(cls: type[nn.Module]) -> type[nn.Module]:
     """The class of a module with a unit call: `enter(function, args, kwargs)` of its `_unit_call` is called instead."""
-    if cls in _ENTERED:
-        return _ENTERED[cls]
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit_call = self._unit_call
@@ -386,12 +382,4 @@ def entered(cls: type[nn.Module]) -> type[nn.Module]:
     def __prepare_scriptable__(self: Any) -> Any:
         raise ScheduleError(traced_by("torch.jit.script"))
 
-    body = {
-        "__call__": __call__,
-        "forward": forward,
-        "__prepare_scriptable__": __prepare_scriptable__,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-    }
-    _ENTERED[cls] = type(cls.__name__, (cls,), body)
-    return _ENTERED[cls]
+    return subclass(cls, __call__=__call__, forward=forward, __prepare_scriptable__=__prepare_scriptable__)

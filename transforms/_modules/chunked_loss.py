@@ -8,6 +8,7 @@ is made.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -17,6 +18,8 @@ import torch.nn.functional as F
 from functional_fsdp import SpecError, bind
 from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import refuse, skeleton_of, traced_as
+
+from .unit_modules import subclass
 
 __all__ = ["chunked_loss", "linear_cross_entropy"]
 
@@ -364,21 +367,16 @@ class _Loss:
         return loss
 
 
-_HEADS: dict[type[nn.Module], type[nn.Module]] = {}
-
-
+@cache
 def _with_loss(cls: type[nn.Module]) -> type[nn.Module]:
     """The class of a head that takes labels."""
-    if cls not in _HEADS:
 
-        def forward(self: Any, input: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-            if labels is None:
-                return F.linear(input, self.weight, self.bias)
-            return linear_cross_entropy(input, self.weight, labels, self.bias, **vars(self)["_loss_rule"]._asdict())
+    def forward(self: Any, input: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        if labels is None:
+            return F.linear(input, self.weight, self.bias)
+        return linear_cross_entropy(input, self.weight, labels, self.bias, **vars(self)["_loss_rule"]._asdict())
 
-        body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        _HEADS[cls] = type(cls.__name__, (cls,), body)
-    return _HEADS[cls]
+    return subclass(cls, forward=forward)
 
 
 def _look(model: nn.Module, base: str, head: str) -> None:
@@ -416,7 +414,7 @@ def _between(model: nn.Module, base: str, head: str, dtype: torch.dtype) -> str:
             seen[_path] = args, out
             return out
 
-        part.__class__ = type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
+        part.__class__ = subclass(cls, __call__=__call__)
     where = next((b.device for b in model.buffers() if b.device.type != "meta"), torch.device("cpu"))
     with torch.no_grad(), torch_private.fakes_that_die():
         leaves = model.named_parameters(remove_duplicate=False)

@@ -13,7 +13,8 @@ of the same group. In the order in which they are found unit modules are a guess
 
 Also here: modules of a model by patterns of their paths.
 
-Tensors in whatever a module may return: nested containers, named tuples, dataclasses, dict-like outputs.
+Classes of modules whose calls a transform makes its own; tensors in whatever a module may return: nested containers,
+named tuples, dataclasses, dict-like outputs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from functional_fsdp.extend import match
 
 __all__ = [
     "Leaf", "UnitModule", "each_leaf", "each_once", "find_unit_modules", "leaves_of", "map_tensors",
-    "order_of", "outermost", "slots_of",
+    "order_of", "outermost", "slots_of", "subclass",
 ]  # fmt: skip
 
 
@@ -169,6 +170,11 @@ def order_of(unit_modules: list[UnitModule], layout: Layout) -> tuple[str | tupl
     forward += [(name,) for name in loose]
     order = [*forward, *reversed(forward)]
     return tuple(units[0] if len(units) == 1 else units for units in order)
+
+
+def subclass(cls: type[nn.Module], **body: Any) -> type[nn.Module]:
+    """A subclass of a module's class, of the same name, with this in it."""
+    return type(cls.__name__, (cls,), {**body, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 PLAIN = (torch.Tensor, str, int, float, type(None))
