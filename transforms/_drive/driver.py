@@ -35,7 +35,7 @@ from .placeholders import Places, note_place, precisions
 from .unit_calls import Slot, UnitCall
 from .unit_uses import Gradients, Start, UnitUse, Weights, no_output, refuse_transform, traced_by
 
-__all__ = ["Driver", "Tensors", "caller", "eager_only", "refuse_nesting"]
+__all__ = ["Driver", "NoSession", "Tensors", "caller", "eager_only", "refuse_nesting"]
 
 Units = Set[str]
 Tensors = Sequence[torch.Tensor]
@@ -76,6 +76,15 @@ def in_backward(error: Exception) -> bool:
     while trace is not None and trace.tb_frame.f_code is not torch_private.engine_code:
         trace = trace.tb_next
     return trace is not None
+
+
+class NoSession:
+    """A driver's session where no schedule is followed: all is gathered as it comes, and lies where it always does."""
+
+    fallback = ()
+
+    def spoil(self, state: State, units: Sequence[str], why: str) -> None:
+        """Nothing was written."""
 
 
 class Driver:

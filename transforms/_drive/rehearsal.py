@@ -33,7 +33,7 @@ from functional_fsdp import Layout, PackedWeight, ScheduleError, State
 from functional_fsdp._seams import HostBuffer, steps_on, torch_private
 from functional_fsdp.extend import CopyLane, HostBuffers, Loan, every_buffer
 
-from .driver import Driver
+from .driver import Driver, NoSession
 from .forward_backward import ForwardBackward
 from .unit_uses import Gradients
 
@@ -117,18 +117,6 @@ class Lap(NamedTuple):
     alive: int
 
 
-class Unconcerned:
-    """What a driver's session is where no schedule is followed."""
-
-    fallback = ()
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: ()
-
-    def skip(self, unit: str) -> bool:
-        return True
-
-
 class Rehearsal(Driver):
     """A driver of weights that are all there: `note(unit)` is called where the gradients of a unit are complete."""
 
@@ -154,7 +142,7 @@ class Rehearsal(Driver):
         self.device = self.place
         self.debug = False
         try:
-            self.state, self.session = state, Unconcerned()
+            self.state, self.session = state, NoSession()
             with imagined_buffers(self.model) as buffers:
                 yield 0
                 self.moved = buffers.nbytes

@@ -9,19 +9,19 @@ Each graph has a copy of the model of its own: what a forward leaves in a module
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 
-from functional_fsdp import ScheduleError, State, unshard
+from functional_fsdp import ScheduleError, State
 from functional_fsdp._seams import GraphBuild, coordinate_of, torch_private, tracing_now
 from functional_fsdp.extend import refuse
 
 from .buffers import Buffers, Rule, place, written
-from .driver import Driver, Tensors, caller, refuse_nesting
+from .driver import Driver, NoSession, caller, refuse_nesting
 from .placeholders import check_dtypes
 from .settings import Settings
 from .unit_uses import Gradients, UnitUse
@@ -47,7 +47,7 @@ class TracedDriver(Driver):
                 unit_call.rebound = []  # fake weights have nothing to point to
         self.debug = False
         try:
-            self.caller, self.state = caller(), state
+            self.caller, self.state, self.session = caller(), state, NoSession()
             yield 0
             self.look_back()
             self.release()
@@ -68,11 +68,6 @@ class TracedDriver(Driver):
             f"and vmap as far as the compiler of torch {torch.__version__} knows them."
         )
 
-    def fetch(self, units: tuple[str, ...], outside: Set[str]) -> None:
-        """Gather these units. A graph can issue what no plan names."""
-        self.state, found = unshard(self.state, units)
-        self.weights.update(found)
-
     def regathered(self, call: UnitUse, grads: Gradients) -> Gradients:
         """Leave the mark: from here on this gather stands for the forward's."""
         assert call.unit_call is not None
@@ -87,20 +82,6 @@ class TracedDriver(Driver):
     def note(self, path: str, copied: torch.Tensor) -> None:
         """As `Driver.note`; nothing is alive while a graph is made."""
         self.copies.append((path, copied, copied._version))
-
-    def spoilt(self, units: Any, where: str) -> None:
-        """Nothing was written."""
-
-    def differentiate(self, loss: torch.Tensor, scale: torch.Tensor, last: bool, inputs: Tensors = ()) -> Gradients:
-        """Backward from the loss."""
-        self.last = last
-        self.release()
-        self.differentiating = True
-        return self.back(loss, scale, inputs)
-
-    def expect(self, used: dict[str, int], given: Sequence[str]) -> None:
-        """Units that get no gradient are not reduced: that is a part of the graph."""
-        self.pending = {unit: n for unit, n in reversed(used.items()) if n}
 
 
 class Writes(torch_private.TorchDispatchMode):
