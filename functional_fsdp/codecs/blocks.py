@@ -15,6 +15,7 @@ __all__ = [
     "Fp8Block",
     "Int8",
     "Mxfp8",
+    "by_most",
     "check_block",
     "fp8_block",
     "in_blocks",
@@ -36,6 +37,14 @@ def in_blocks(tensor: torch.Tensor, block: int) -> torch.Tensor:
     flat = tensor.reshape(-1).to(torch.float32)
     more = -flat.numel() % block
     return (F.pad(flat, (0, more)) if more else flat).view(-1, block)
+
+
+def by_most(tensor: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor's elements, each over the largest absolute one of its block (-1 to 1; a block of zeros stays), in
+    float32 [n]; and these largest ones [blocks]."""
+    rows = in_blocks(tensor, block)
+    most = rows.abs().amax(dim=1)
+    return (rows / torch.where(most == 0, 1, most)[:, None]).view(-1)[: tensor.numel()], most
 
 
 def spread(data: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:

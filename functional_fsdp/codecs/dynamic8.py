@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from .._spec.codec import Codec, Planes, Shape
-from .blocks import check_block, in_blocks, spread
+from .blocks import by_most, check_block, spread
 from .four_bits import codebook, table
 
 __all__ = ["Dynamic8", "dynamic8"]
@@ -30,9 +30,7 @@ class Dynamic8(Codec):
         return {"data": ((n,), torch.uint8), "absmax": ((-(-n // self.block),), torch.float32)}
 
     def pack(self, tensor: torch.Tensor) -> Planes:
-        rows, code = in_blocks(tensor, self.block), table(self._name, tensor)
-        most = rows.abs().amax(dim=1)
-        values = (rows / torch.where(most == 0, 1, most)[:, None]).view(-1)[: tensor.numel()]
+        (values, most), code = by_most(tensor, self.block), table(self._name, tensor)
         below = (torch.bucketize(values, code, right=True) - 1).clamp_(0, 255)
         above = (below + 1).clamp_(max=255)
         low, high = code[below], code[above]

@@ -21,7 +21,7 @@ import torch
 from .._common.device import runs_triton, tl, triton
 from .._common.tracing import traced_as
 from .._spec.codec import Codec, Planes, Shape
-from .blocks import check_block, in_blocks, in_halves, of_halves, spread
+from .blocks import by_most, check_block, in_blocks, in_halves, of_halves, spread
 
 __all__ = ["Int4", "Nf4", "codebook", "dynamic_map", "int4", "nf4", "table"]
 
@@ -142,16 +142,12 @@ class Nf4(Codec):
         return {"data": data, "absmax": ((blocks,), torch.uint8), "outer": outer, "mean": ((1,), torch.float32)}
 
     def pack(self, tensor: torch.Tensor) -> Planes:
-        rows = in_blocks(tensor, self.size)
-        most = rows.abs().amax(dim=1)
-        scaled = (rows / torch.where(most == 0, 1, most)[:, None]).view(-1)[: tensor.numel()]
+        scaled, most = by_most(tensor, self.size)
         data = in_halves(_nearest(scaled, table("nf4", tensor)).to(torch.uint8))
         if not self.nested:
             return {"data": data, "absmax": most}
         mean = most.mean() if most.numel() else most.new_zeros(())
-        rows = in_blocks(most - mean, NESTED)
-        outer = rows.abs().amax(dim=1)
-        scaled = (rows / torch.where(outer == 0, 1, outer)[:, None]).view(-1)[: most.numel()]
+        scaled, outer = by_most(most - mean, NESTED)
         inner = _nearest(scaled, table("dynamic", tensor)).to(torch.uint8)
         return {"data": data, "absmax": inner, "outer": outer, "mean": mean.view(1)}
 
