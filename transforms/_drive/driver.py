@@ -1,10 +1,10 @@
 """Driver: a private copy of a module, whose unit modules gather their weights when called. No hooks, no globals.
 
     unit modules    which modules use which units, and in what order, found from the module's structure (pure)
-    unit calls      a unit module's class: weights in, the module's own code, outputs out
-    calls      one call of a unit module, and what the backward does there
-    placeholders     what stands in a parameter's place while its weight is not there
-    Driver     which units are gathered now, and the state as it goes on; each of them knows it
+    UnitCall        a unit module's place: its slots, and how its own code is called with weights in them
+    UnitUse         one call of it: what it was lent and given, and what the backward does there
+    placeholders    what stands in a parameter's place while its weight is not there
+    Driver          which units are gathered now, which gradients are to come, and the state as it goes on
 
 A unit is released when the next one is gathered, so parts of one unit that are called in a row are one use.
 """
@@ -134,7 +134,7 @@ class Driver:
         self.last = True  # whether no microbatch follows
         self.samples = 0  # how many samples have gradients of their own
         self.pending: dict[str, int] = {}  # gradients of a unit that are still to come
-        self.sums: dict[str, Gradients] = {}
+        self.sums: dict[str, Gradients | None] = {}
         self.trace: tuple[list[Any], list[Any]] = ([], [])  # the order of use, forward and backward
         self.uses = [0, 0]  # of large units
         self.gathering = False  # whether units are being gathered
@@ -198,7 +198,8 @@ class Driver:
         refuse_nesting(self.caller)
         if torch_private.func_interpreter() is not None:
             refuse_transform(verb)
-        self._stop()  # it may have been stopped before it had cleared up
+        if self.caller is not None:  # it was stopped before it had cleared up
+            self._stop()
         compiles = self.compiler is not None and state.layout is not self.layout
         self.attach(state)
         session = Session(state, verb, self.order)
@@ -228,19 +229,14 @@ class Driver:
         for unit_call in self.unit_calls:
             if unit_call.inside:
                 unit_call.empty()
-        for call in self.calls:
-            if call.close is not None:
-                call.close()
-            call.node, call.outs = None, []  # they hold each other
-            call.tensors, call.shared = [], []
-        for visit in self.visits:
-            visit.clear()
+        for use in (*self.calls, *self.visits):
+            use.clear()
         if self.one_thread is not None:
             self.one_thread.__exit__(None, None, None)
-        self._clear()
-        self.state = self.session = self.watcher = self.caller = None
         if self.device in USES:
             USES[self.device](self, 0, 0, 0)
+        self._clear()
+        self.state = self.session = self.watcher = self.caller = None  # the caller last: until then it begins again
 
     def bare(self) -> nn.Module:
         """A copy of the copy, as it was before it was fitted to a layout."""
@@ -505,12 +501,12 @@ class Driver:
             self.session.await_gradient(unit)
         if self.trainable and not self.state.grads and not any(used.values()):  # inputs alone get some; peers reduce
             unit, _ = min(self.trainable)
-            self._reduce(unit, [None] * len(self.keys[unit]))
+            self._reduce(unit, None)
         for unit in reversed(used):
             if used[unit]:
                 self.pending[unit] = used[unit]
             elif not self.session.skip(unit):
-                self._reduce(unit, [None] * len(self.keys[unit]))
+                self._reduce(unit, None)
         trains = {unit for unit, _ in self.trainable}
         called = {unit for call in self.calls for unit in (call.unit_call.units if call.unit_call else call.trained)}
         for use in self.trace[0]:
@@ -534,11 +530,12 @@ class Driver:
                 use.end()
         self.active = [use for use in self.active if use.unit_call in parents]
 
-    def collect(self, unit: str, grads: Gradients) -> None:
-        """Gradients of one call; a unit's are reduced when those of all of its calls are there."""
+    def collect(self, unit: str, grads: Gradients | None) -> None:
+        """Gradients of one call, None if it has none; a unit's are reduced when those of all of its calls are there."""
         before = self.sums.pop(unit, None)
         if before is not None:
-            grads = [b if a is None else a if b is None else a + b for a, b in zip(before, grads, strict=True)]
+            both = zip(before, grads or [None] * len(before), strict=True)
+            grads = [b if a is None else a if b is None else a + b for a, b in both]
         self.pending[unit] -= 1
         if self.pending[unit]:
             self.sums[unit] = grads
@@ -549,10 +546,12 @@ class Driver:
         """No more gradients come: what there is of units that had some is reduced, and nothing of the others."""
         for unit in {unit: None for unit, _ in self.trainable}:
             if self.pending.get(unit, 1):
-                self._reduce(unit, self.sums.pop(unit, [None] * len(self.keys[unit])))
+                self._reduce(unit, self.sums.pop(unit, None))
         self.release()
 
-    def _reduce(self, unit: str, grads: Gradients) -> None:
+    def _reduce(self, unit: str, grads: Gradients | None) -> None:
+        if grads is None:
+            grads = [None] * len(self.keys[unit])
         if self.watch is not None:
             self.watch(unit, grads)
         given = dict(zip(self.keys[unit], grads, strict=True))

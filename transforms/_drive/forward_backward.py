@@ -234,9 +234,7 @@ class ForwardBackward(Generic[Out]):
         driver.deliver(self.reduce, watch)
         buffers.lend(state, driver.device)
         try:
-            with torch.enable_grad():
-                out = values(self.loss_fn(driver.model, *args, **kwargs))
-            loss, aux = self._parts(out)
+            loss, aux = self._loss(driver, args, kwargs)
             factor = scale.to(loss) if isinstance(scale, torch.Tensor) else torch.full_like(loss, scale)
             grads = self._differentiate(driver, loss, factor.expand(loss.shape), last, inputs)
             kept = buffers.collect(driver.state)
@@ -255,9 +253,7 @@ class ForwardBackward(Generic[Out]):
         buffers = Buffers(driver.model, self.buffers.rule)
         buffers.lend(driver.state, driver.device, collects=False, compares=False)
         try:
-            with torch.enable_grad():
-                out = values(self.loss_fn(driver.model, *args, **kwargs))
-            loss, _ = self._parts(out)
+            loss, _ = self._loss(driver, args, kwargs)
             self._differentiate(driver, loss, torch.ones_like(loss), True, [])
         finally:
             buffers.restore()
@@ -265,7 +261,10 @@ class ForwardBackward(Generic[Out]):
     def _result(self, state: State, out: Any, kept: Any) -> tuple[State, Any]:
         return state if kept is state.buffers else evolve(state, buffers=kept), out
 
-    def _parts(self, out: Any) -> tuple[torch.Tensor, Any]:
+    def _loss(self, driver: Driver | Whole, args: Any, kwargs: Any) -> tuple[torch.Tensor, Any]:
+        """The loss function's loss, and what else it returns."""
+        with torch.enable_grad():
+            out = values(self.loss_fn(driver.model, *args, **kwargs))
         if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise TreeError(
                 f"forward_backward: loss_fn returned a {type(out).__name__}; with has_aux=True expected (loss, aux)."

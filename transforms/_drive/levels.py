@@ -55,10 +55,8 @@ class Visit(UnitUse):
         anchor: of a call: a tensor [] that hangs on the newest `Exit` of its visits.
     """
 
-    def __init__(
-        self, driver: Driver, unit_call: UnitCall, trained: Trained, records: bool = True, call: Visit | None = None
-    ) -> None:
-        super().__init__(driver, unit_call, trained, records)
+    def __init__(self, driver: Driver, unit_call: UnitCall, trained: Trained, call: Visit | None = None) -> None:
+        super().__init__(driver, unit_call, trained)
         self.call, self.session = call or self, driver.session
         self.passage: Visit | None = None
         self.anchor: torch.Tensor | None = None
@@ -76,7 +74,7 @@ class Visit(UnitUse):
         if self.passage is not None and self.passage in driver.inner:
             return self.passage
         self.refuse_changed()
-        visit = self.passage = Visit(driver, unit_call, {}, call=self.call)
+        visit = self.passage = Visit(driver, unit_call, {}, self.call)
         visit.parents += [around for around in self.parents if around not in driver.stack]
         visit.lent, visit.tensors = self.lent, self.tensors
         driver.close(visit.parents)
@@ -91,9 +89,7 @@ class Visit(UnitUse):
     def begin(self, grads: Gradients) -> Gradients:
         """The step's backward comes to this visit. It may be the only one of its call to which it comes."""
         if self.call is not self and self.call.idle and self not in self.driver.active:
-            self.call.idle = False
-            for unit in self.call.trained:
-                self.driver.collect(unit, [None] * len(self.driver.keys[unit]))
+            self.call.without_gradients()
         return super().begin(grads)
 
     def exit(self, tensors: Sequence[torch.Tensor | None]) -> Gradients:
@@ -121,9 +117,8 @@ class Visit(UnitUse):
                 self.put_back()
 
     def clear(self) -> None:
-        """The call that drives the model is over: what holds each other is let go."""
+        super().clear()
         self.anchor = self.passage = None
-        self.lent, self.tensors, self.shared = (), [], []
 
 
 # ---------------------------------------------------------------- a call

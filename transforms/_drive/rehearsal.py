@@ -127,7 +127,7 @@ class Rehearsal(Driver):
         self.place, self.made, self.holds = device, weights, holds
         self.loans = [Loan(unit, lent) for unit, lent in weights.items()]  # so that nobody takes them for activations
         self.moved = 0  # bytes of activations that went to the host's memory
-        self.held: Gradients = []  # of the unit before: on GPUs they live until they were copied
+        self.held: Gradients | None = None  # of the unit before: on GPUs they live until they were copied
         self.completed: Callable[[str], None] = lambda unit: None
         self.counter: Any = None  # has `lap()`, which gives what was done since the last one
         self.laps: list[Lap] = []
@@ -147,7 +147,7 @@ class Rehearsal(Driver):
                 yield 0
                 self.moved = buffers.nbytes
         finally:
-            self.held = []
+            self.held = None
             self._stop()
 
     def spare(self, nbytes: Sequence[int]) -> None:
@@ -176,9 +176,9 @@ class Rehearsal(Driver):
         for unit in tuple(self.weights) if units is None else units:
             del self.weights[unit]
 
-    def _reduce(self, unit: str, grads: Gradients) -> None:
+    def _reduce(self, unit: str, grads: Gradients | None) -> None:
         self.completed(unit)
-        self.held = grads if self.holds else []
+        self.held = grads if self.holds else None
 
 
 def weights_of(layout: Layout, device: torch.device) -> dict[str, dict[str, torch.Tensor]]:

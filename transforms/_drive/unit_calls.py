@@ -25,7 +25,7 @@ from .._modules.unit_modules import Leaf, UnitModule, map_tensors, subclass
 from . import levels
 from .buffers import WriteWatch, changed, clear, place, version
 from .placeholders import WeightPlaceholder, cast_inputs, dtypes_of, note_module, refuse_buffers, refuse_dtypes
-from .unit_uses import Given, Outputs, UnitUse, Weights, no_output, traced_by
+from .unit_uses import Inputs, Outputs, UnitUse, Weights, no_output, traced_by
 
 if TYPE_CHECKING:
     from .driver import Driver
@@ -313,9 +313,9 @@ def _rebinds(module: nn.Module, path: str, leaf: str) -> bool:
     return isinstance(module.get_submodule(inner), nn.RNNBase)
 
 
-def _differentiated(values: Sequence[Any]) -> Given:
+def _differentiated(values: Sequence[Any]) -> Inputs:
     """The tensors among inputs that gradients go through, and their versions."""
-    found: Given = {}
+    found: Inputs = {}
     for value in values:
         if isinstance(value, torch.Tensor):
             if value.requires_grad:

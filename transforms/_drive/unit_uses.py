@@ -38,7 +38,7 @@ __all__ = [
 
 Gradients = list[torch.Tensor | None]
 Trained = Mapping[str, Sequence[tuple[int, int]]]
-Given = dict[int, tuple[torch.Tensor, int]]  # by id: inputs that are differentiated, and their versions when they came
+Inputs = dict[int, tuple[torch.Tensor, int]]  # by id: inputs that are differentiated, and their versions when they came
 
 SECOND = (
     "units that are gathered one at a time. Keep all of them gathered for that: T.forward_backward(model, loss_fn, "
@@ -62,7 +62,7 @@ class UnitUse:
         self.driver, self.unit_call, self.trained, self.records = driver, unit_call, trained, records
         self.again = driver.backward
         self.parents = list(driver.stack)
-        self.given: Given = {}
+        self.given: Inputs = {}
         self.lent: tuple[torch.Tensor, ...] = ()  # the unit call's weights, as they were gathered
         self.firsts: list[torch.Tensor] = []  # of these, one of each bucket
         self.versions: list[int] = []
@@ -98,11 +98,15 @@ class UnitUse:
         grads = driver.regathered(self, grads)
         driver.active.append(self)
         unit_call.put([*map(self.readable, unit_call.leaves, self.tensors)] if driver.alone else self.tensors)
-        if self.idle:  # its weights are needed, and get no gradient
-            self.idle = False
-            for unit in self.trained:
-                driver.collect(unit, [None] * len(driver.keys[unit]))
+        if self.idle:
+            self.without_gradients()
         return grads
+
+    def without_gradients(self) -> None:
+        """Its backward has come, and needs its weights, which get no gradient."""
+        self.idle = False
+        for unit in self.trained:
+            self.driver.collect(unit, None)
 
     def refuse_changed(self) -> None:
         """Refuse outputs that share memory, if they were changed."""
@@ -144,10 +148,17 @@ class UnitUse:
         if self.unit_call is not None and self.tensors:
             self.tensors = []
             self.unit_call.take()
-            while self.undo:
-                self.undo.pop()()
+            if self.undo:
+                self.put_back()
         if self.close is not None:
             self.close()
+
+    def clear(self) -> None:
+        """Nothing runs any more: what holds each other is let go."""
+        if self.close is not None:
+            self.close()
+        self.node, self.outs = None, []
+        self.lent, self.firsts, self.tensors, self.shared = (), [], [], []
 
     def gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
         """All gradients of this call's weights are there."""
