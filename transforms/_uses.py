@@ -9,12 +9,42 @@ Only units that have at least half of the mean of weights count: what a norm kee
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["USES"]
+from functional_fsdp import Layout
+
+__all__ = ["USES", "Uses"]
 
 #: who is told, by the device that computes
 USES: dict[torch.device, Callable[[Any, int, int, int], None]] = {}
+
+
+class Uses:
+    """The uses of a driver's passes, on a device that is in `USES`."""
+
+    def __init__(self, layout: Layout) -> None:
+        sizes = {unit.name: sum(bucket.numel for bucket in unit.buckets) for unit in layout.units}
+        self.large = {name for name, size in sizes.items() if 2 * size * len(sizes) >= sum(sizes.values())}
+        trained = [b for b in layout.trainable.values() if b.unit in self.large and not b.grads_on_host]
+        finished = sum(b.numel // b.slices("main") * b.grads.itemsize for b in trained)
+        self.gradients = finished // max(len(self.large), 1)  # bytes that a large unit leaves on the device
+        self.fresh = True
+        self.passed = [0, 0]
+
+    def begin(self, fresh: bool) -> None:
+        """A pass begins. fresh: its gradients are the first of their step; later ones add to what there is."""
+        self.fresh = fresh
+
+    def count(self, driver: Any, units: Sequence[str], backward: bool) -> None:
+        """These units are used, in the forward or in the backward."""
+        if not self.large.isdisjoint(units):
+            self.passed[backward] += 1
+            USES[driver.device](driver, *self.passed, self.fresh * self.gradients)
+
+    def end(self, driver: Any) -> None:
+        """The pass is over."""
+        self.passed = [0, 0]
+        USES[driver.device](driver, 0, 0, 0)

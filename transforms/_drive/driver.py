@@ -28,7 +28,7 @@ from functional_fsdp.extend import Session, lineage_of, refuse, skeleton_of
 from .._compile.compile_units import Compiler, Options, refuse_around
 from .._compile.startup import waiting
 from .._modules.unit_modules import Leaf, each_once, find_unit_modules, leaves_of, order_of, slots_of
-from .._uses import USES
+from .._uses import USES, Uses
 from .buffers import changed, clear, spoilt
 from .levels import Visit, outside_levels
 from .placeholders import Places, note_place, precisions
@@ -103,9 +103,6 @@ class Driver:
         self.layout: Layout | None = None
         self.unit_calls: list[UnitCall] = []
         self.device: Any = None
-        self.large: set[str] = set()  # units that count for what is moved
-        self.gradient_bytes = 0  # of main gradients that one of them leaves on the device
-        self.fresh = True  # whether it does: later microbatches add to what there is
         self.state: Any = None
         self.session: Any = None  # of the call that runs
         self.watcher: Any = None  # what the forwards of units are called through, see `Session.watcher`
@@ -136,7 +133,6 @@ class Driver:
         self.pending: dict[str, int] = {}  # gradients of a unit that are still to come
         self.sums: dict[str, Gradients | None] = {}
         self.trace: tuple[list[Any], list[Any]] = ([], [])  # the order of use, forward and backward
-        self.uses = [0, 0]  # of large units
         self.gathering = False  # whether units are being gathered
         self.trains_now = False  # whether gradients are to come
         self.differentiating = False  # whether the forward is over
@@ -182,11 +178,7 @@ class Driver:
         inside = {(id(slots[path][0]), slots[path][1]) for unit_module in found for path, _ in unit_module.leaves}
         self.loose = [(held, name, held[name]) for held, name in slots.values() if (id(held), name) not in inside]
         self.order = order_of(found, state.layout)
-        sizes = {unit.name: sum(bucket.numel for bucket in unit.buckets) for unit in state.layout.units}
-        self.large = {name for name, size in sizes.items() if 2 * size * len(sizes) >= sum(sizes.values())}
-        trained = [b for b in state.layout.trainable.values() if b.unit in self.large and not b.grads_on_host]
-        finished = sum(b.numel // b.slices("main") * b.grads.itemsize for b in trained)
-        self.gradient_bytes = finished // max(len(self.large), 1)
+        self.uses = Uses(state.layout)
         self.layout = state.layout
 
     @contextmanager
@@ -206,7 +198,7 @@ class Driver:
         if trains:
             state = session.begin(state)  # gradients may have waited for this
         self.debug = state.spec.schedule.debug
-        self.fresh = not state.grads and lineage_of(state).keeps_gradients
+        self.uses.begin(not state.grads and lineage_of(state).keeps_gradients)
         try:
             self.caller, self.state, self.session, self.trains_now = caller(), state, session, trains
             self.watcher = session.watcher
@@ -233,8 +225,8 @@ class Driver:
             use.clear()
         if self.one_thread is not None:
             self.one_thread.__exit__(None, None, None)
-        if self.device in USES:
-            USES[self.device](self, 0, 0, 0)
+        if self.state is not None and self.device in USES:
+            self.uses.end(self)
         self._clear()
         self.state = self.session = self.watcher = self.caller = None  # the caller last: until then it begins again
 
@@ -276,10 +268,8 @@ class Driver:
             if stale:
                 self.release(tuple(filter(stale.__contains__, weights)))  # in the order in which they came
             self.trace[self.differentiating].append(units if len(units) > 1 else units[0])
-            if self.device in USES and not self.large.isdisjoint(units):
-                self.uses[self.differentiating] += 1
-                forward, backward = self.uses
-                USES[self.device](self, forward, backward, self.fresh * self.gradient_bytes)
+            if self.device in USES:
+                self.uses.count(self, units, self.differentiating)
             self.gathering = True
             self.fetch(units, outside or NONE)
             for lift in self.lifts:
