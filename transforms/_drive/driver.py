@@ -126,8 +126,8 @@ class Driver:
         self.visits: list[Visit] = []  # of units that levels use, see `levels`
         self.one_thread: Any = None  # while there are some: what has backwards run on this thread
         self.inner: list[Visit] = []  # through which inner backwards go
-        self.lifts: list[Any] = []  # what lies beside gathered weights for levels, see `lifted`
-        self.lifted = 0  # of these, the first ones: the levels that are under way
+        self.lifts: list[Any] = []  # what lies beside gathered weights for levels that are under way, outermost first
+        self.past_lifts: list[Any] = []  # and for those that are over, to which a backward may come
         self.last = True  # whether no microbatch follows
         self.samples = 0  # how many samples have gradients of their own
         self.pending: dict[str, int] = {}  # gradients of a unit that are still to come
@@ -272,7 +272,7 @@ class Driver:
                 self.uses.count(self, units, self.differentiating)
             self.gathering = True
             self.fetch(units, outside or NONE)
-            for lift in self.lifts:
+            for lift in (*self.lifts, *self.past_lifts):
                 lift.gather(units)
             self.gathering = False
         return self.outside.intersection(units) if self.outside else NONE
@@ -330,24 +330,22 @@ class Driver:
     def lifting(self, lift: Any) -> Iterator[None]:
         """Within, weights enter a level of torch.func's in this way. What it gathers stays with them until all is over:
         a backward may come to it."""
-        self.lifts.insert(self.lifted, lift)
-        self.lifted += 1
+        self.lifts.append(lift)
         try:
             lift.gather(tuple(self.weights))
             yield
         finally:
-            self.lifted -= 1
-            self.lifts.append(self.lifts.pop(self.lifted))
+            self.past_lifts.append(self.lifts.pop())
 
     def lift(self, tensors: list[torch.Tensor], leaves: Sequence[Leaf], copied: bool = False) -> list[torch.Tensor]:
         """Weights, as levels that are under way have them."""
-        for lift in self.lifts[: self.lifted]:
+        for lift in self.lifts:
             tensors = lift.lift(tensors, leaves, copied)
         return tensors
 
     def lent(self, t: torch.Tensor) -> bool:
         """Whether a tensor lies in bytes that levels which are under way have beside gathered weights."""
-        return any(lift.lent(t) for lift in self.lifts[: self.lifted])
+        return any(lift.lent(t) for lift in self.lifts)
 
     def spread(self, weights: Tensors) -> Tensors:
         """For each sample one of each of these: so gradients are each sample's."""
@@ -362,7 +360,7 @@ class Driver:
             for name in names:
                 del self.weights[name]
             self.outside.difference_update(names)
-            for lift in self.lifts:
+            for lift in (*self.lifts, *self.past_lifts):
                 lift.release(names)
             self.state = release(self.state, names)
 

@@ -142,7 +142,7 @@ def entered(unit_call: Any, function: Callable[..., Any], args: Any, kwargs: Any
             use = Visit(driver, unit_call, unit_call.trained_keys if records else {})
         unit_call.lend(use, [*driver.busy, *(visit.unit_call for visit in driver.inner)])
         storages = use.storages()
-    if driver.lifted:
+    if driver.lifts:
         use.tensors[:] = driver.lift(use.tensors, unit_call.leaves)
     unit_call.form(use.tensors)
     given = [Given(t) for t in each_tensor((args, kwargs))]
@@ -228,7 +228,7 @@ def leave(visit: Visit | None, unit_call: Any, storages: list[int], given: list[
             t = t.value()
         base = torch_private.base_of(t)
         lent = base.untyped_storage()._cdata in storages if base.layout is torch.strided else False
-        if lent or isinstance(t, PackedWeight) or (driver.lifted and driver.lent(t)):
+        if lent or isinstance(t, PackedWeight) or (driver.lifts and driver.lent(t)):
             t = t.clone()
         if visit is not None and (t.is_floating_point() or t.is_complex()):
             found.append(t)
