@@ -42,7 +42,8 @@ class Uses:
         """These units are used, in the forward or in the backward."""
         if not self.large.isdisjoint(units):
             self.passed[backward] += 1
-            USES[driver.device](driver, *self.passed, self.fresh * self.gradients)
+            forward, backwards = self.passed
+            USES[driver.device](driver, forward, backwards, self.fresh * self.gradients)
 
     def end(self, driver: Any) -> None:
         """The pass is over."""

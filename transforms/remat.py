@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -15,7 +15,7 @@ from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import refuse, skeleton_of, traced_as
 
 from ._compile.compile_units import called
-from ._modules.unit_modules import each_leaf, outermost, subclass
+from ._modules.unit_modules import each_leaf, once_a_class, outermost, subclass
 from ._remat.across_jvp import across_jvp, in_one_jvp, keeps_nothing
 from ._remat.draws import generators_of
 from ._remat.habits import Habits
@@ -289,7 +289,7 @@ def _become_recomputed(path: str, module: nn.Module, habits: Habits, draws: bool
     module.__class__ = _recomputed(type(module), draws)
 
 
-@cache
+@once_a_class
 def _recomputed(cls: type[nn.Module], draws: bool) -> type[nn.Module]:
     """The class of a module that recomputes."""
 
@@ -309,7 +309,7 @@ def _become_part(verb: str, path: str, module: nn.Module, part: KeptPart) -> Non
     module.__class__ = _as_part(type(module))
 
 
-@cache
+@once_a_class
 def _as_part(cls: type[nn.Module]) -> type[nn.Module]:
     """The class of a module whose calls are those of a part."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import torch
@@ -22,7 +22,7 @@ from functional_fsdp import SpecError
 from functional_fsdp._seams import torch_private, tracing_now
 from functional_fsdp.extend import skeleton_of
 
-from .._modules.unit_modules import NEVER_CALLED, UnitModule, outermost, subclass
+from .._modules.unit_modules import NEVER_CALLED, UnitModule, once_a_class, outermost, subclass
 from .code import Code, with_late_copies
 from .startup import Clock, finish_start
 
@@ -337,7 +337,7 @@ def refuse_around(model: nn.Module, unit_modules: Iterable[UnitModule], chosen: 
 # ---------------------------------------------------------------- classes
 
 
-@cache
+@once_a_class
 def _compiled(cls: type[nn.Module]) -> type[nn.Module]:
     """The class of a module that is compiled."""
 

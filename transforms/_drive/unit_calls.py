@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from functional_fsdp import PackedWeight, ScheduleError
 from functional_fsdp._seams import local_part, ranges, torch_private
 
 from .._compile.compile_units import Compiled, Compiler, own_class
-from .._modules.unit_modules import Leaf, UnitModule, map_tensors, subclass
+from .._modules.unit_modules import Leaf, UnitModule, map_tensors, once_a_class, subclass
 from . import levels
 from .buffers import WriteWatch, changed, clear, place, version
 from .placeholders import WeightPlaceholder, cast_inputs, dtypes_of, note_module, refuse_buffers, refuse_dtypes
@@ -362,7 +362,7 @@ def _out(out: Any, use: UnitUse) -> Any:
 # ---------------------------------------------------------------- classes
 
 
-@cache
+@once_a_class
 def entered(cls: type[nn.Module]) -> type[nn.Module]:
     """The class of a module with a unit call: `enter(function, args, kwargs)` of its `_unit_call` is called instead."""
 

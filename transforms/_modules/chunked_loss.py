@@ -8,7 +8,6 @@ is made.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -19,7 +18,7 @@ from functional_fsdp import SpecError, bind
 from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import refuse, skeleton_of, traced_as
 
-from .unit_modules import subclass
+from .unit_modules import once_a_class, subclass
 
 __all__ = ["chunked_loss", "linear_cross_entropy"]
 
@@ -367,7 +366,7 @@ class _Loss:
         return loss
 
 
-@cache
+@once_a_class
 def _with_loss(cls: type[nn.Module]) -> type[nn.Module]:
     """The class of a head that takes labels."""
 

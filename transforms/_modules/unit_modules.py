@@ -24,7 +24,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn as nn
@@ -35,7 +36,7 @@ from functional_fsdp.extend import match
 
 __all__ = [
     "Leaf", "UnitModule", "each_leaf", "each_once", "find_unit_modules", "leaves_of", "map_tensors",
-    "order_of", "outermost", "slots_of", "subclass",
+    "once_a_class", "order_of", "outermost", "slots_of", "subclass",
 ]  # fmt: skip
 
 
@@ -59,6 +60,7 @@ def outermost(verb: str, model: nn.Module, patterns: tuple[str, ...]) -> list[tu
     return [(path, module) for path, module in chosen.items() if not any(path.startswith(f"{o}.") for o in chosen)]
 
 
+Make = TypeVar("Make", bound=Callable[..., type[nn.Module]])
 Leaf = tuple[str, str]  # a unit and the key of one of its weights
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -170,6 +172,11 @@ def order_of(unit_modules: list[UnitModule], layout: Layout) -> tuple[str | tupl
     forward += [(name,) for name in loose]
     order = [*forward, *reversed(forward)]
     return tuple(units[0] if len(units) == 1 else units for units in order)
+
+
+def once_a_class(make: Make) -> Make:
+    """A function that makes a subclass of a module's class makes it once for each."""
+    return cast(Make, cache(make))
 
 
 def subclass(cls: type[nn.Module], **body: Any) -> type[nn.Module]:
