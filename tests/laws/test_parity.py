@@ -7,7 +7,7 @@ import torch
 from support.presets import PRESETS
 from support.problems import LOOPS, largest, net, reference, sharded
 from support.ranks import launch
-from support.tables import FULL, product
+from support.tables import FULL, each, product
 
 STEPS = 5 if FULL else 3
 
@@ -25,7 +25,7 @@ def test_adamw_steps_equal_the_plain_module(preset: str, ranks: int, loop: str, 
             assert largest(weights, ref_weights) < 1e-9
 
 
-@pytest.mark.parametrize(("preset", "loop", "micro"), product(PRESETS, LOOPS, (1, 3)))
+@pytest.mark.parametrize(("preset", "loop", "micro"), each(PRESETS, LOOPS, (1, 3)))
 def test_gradients_and_losses_in_float32(preset: str, loop: str, micro: int) -> None:
     (ref_loss, ref_grads, _) = next(iter(reference(2, 1, micro, torch.float32)))
     loss, grads, _ = launch(sharded, (preset, loop, 1, micro, torch.float32), nprocs=2)[0][0]
@@ -46,7 +46,7 @@ def test_zero3_and_ddp_are_equal_bit_for_bit(ranks: int, loop: str) -> None:
 FLAGS = ((True, True, True), (False, False, False), (False, True, False), (True, False, True))
 
 
-@pytest.mark.parametrize(("preset", "loop", "flags"), product(("ddp", "zero1", "hsdp", "hfsdp"), LOOPS, FLAGS))
+@pytest.mark.parametrize(("preset", "loop", "flags"), each(("ddp", "zero1", "hsdp", "hfsdp"), LOOPS, FLAGS))
 def test_a_wrong_last_flag_costs_time_only(preset: str, loop: str, flags: tuple[bool, ...]) -> None:
     _, ref_grads, ref_weights = next(iter(reference(2, 1, 3)))
     _, grads, weights = launch(sharded, (preset, loop, 1, 3), kwargs={"flags": flags}, nprocs=2)[1][0]

@@ -39,6 +39,7 @@ def test_a_compiled_step_is_the_plain_modules(preset: str, loop: str, way: str) 
                 torch.testing.assert_close(seen[i][1][path], weight, rtol=0, atol=1e-9)
 
 
+@pytest.mark.large  # `test_ways_in_turn` counts those of twelve
 def test_one_compilation_serves_twenty_steps() -> None:
     for seen, count in launch(
         trained, ("zero3", "whole", "eager"), kwargs={"steps": 20, "micro": 1, "depth": 1}, nprocs=1

@@ -18,6 +18,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import StaleStateError, launch
 from functional_fsdp import transforms as T
 
+BACKEND = "aot_eager" if FULL else "eager"
 TURNS = ("eager", "compiled", "T", "eager", "T", "T", "compiled", "compiled", "eager", "eager", "compiled", "T")
 
 
@@ -40,9 +41,9 @@ def alternated(preset: str, loop: str, turns: tuple[str, ...]) -> Any:
     compiled in each way."""
     state, train_step = problem(preset, loop)
     torch._dynamo.reset()
-    backend = Counted("aot_eager")
+    backend = Counted(BACKEND)
     ways = {"eager": train_step, "compiled": torch.compile(train_step, fullgraph=True, backend=backend)}
-    ways["T"] = T.compile(train_step, "aot_eager")
+    ways["T"] = T.compile(train_step, BACKEND)
     seen, graphs = [], []
     for i, way in enumerate(turns):
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -322,6 +322,7 @@ def by_group(folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.large  # each rank begins a process that writes; `test_checkpoint` has it of `save`
 def test_of_two_groups_that_save_to_one_folder_one_wins(tmp_path: Path) -> None:
     first, second = launch(by_group, (str(tmp_path),), nprocs=2)
     assert first[0] == second[0] == "there"

@@ -1,6 +1,7 @@
 """The copy_engine transport: gathers and reductions by reading other ranks' memory; here in shared memory.
 
-What other tests say of steps, schedules and restarts holds as well: this file has what is its own.
+What other tests say of steps (`laws/test_transport.py`), schedules and restarts holds as well: this file has what is
+its own.
 """
 
 from __future__ import annotations
@@ -20,19 +21,7 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 from support.copies import COPIES, copied, gradients, on_two_axes, ones, other_weights
-from support.presets import PRESETS
-from support.problems import (
-    LOOPS,
-    Stack,
-    batch,
-    loss_fn,
-    mesh_and_placement,
-    net,
-    reference,
-    sharded,
-    through_the_stack,
-)
-from support.tables import marked
+from support.problems import Stack, batch, loss_fn, mesh_and_placement, net, through_the_stack
 
 import functional_fsdp as fsdp
 from functional_fsdp import Precision, Schedule, Spec, SpecError, launch
@@ -41,26 +30,6 @@ from functional_fsdp._common.record import Collective
 from functional_fsdp._storage.weights import without
 from functional_fsdp._transports.copy_engine import Reading, RemoteRead
 from functional_fsdp._transports.peer_memory import PeerMemory
-
-
-def of_copies(preset: str, loop: str, dtype: torch.dtype, **spec: Any) -> Any:
-    return sharded(preset, loop, 3, 2, dtype, **COPIES, **spec)
-
-
-ROWS = [(preset, loop, dtype) for preset in PRESETS for loop in LOOPS for dtype in (torch.float64, torch.float32)]
-ONCE = [ROWS[4 * i + i % 4] for i in range(len(PRESETS))]  # each preset, and each loop with each dtype
-
-
-@pytest.mark.parametrize(("preset", "loop", "dtype"), marked(ROWS, ONCE[1::2]))
-def test_steps_are_the_plain_modules(preset: str, loop: str, dtype: torch.dtype) -> None:
-    """float64 leaves are added up by the backend, float32 ones here."""
-    tolerance = 1e-12 if dtype is torch.float64 else 1e-5
-    expected = list(reference(4, 3, 2, dtype))
-    for seen in launch(of_copies, (preset, loop, dtype), nprocs=4):
-        for (_, mine, _), (_, grads, _) in zip(seen, expected, strict=True):
-            for path, grad in grads.items():
-                torch.testing.assert_close(mine[path], grad, rtol=tolerance, atol=tolerance)
-
 
 # ---------------------------------------------------------------- what travels
 

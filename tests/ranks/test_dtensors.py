@@ -58,11 +58,11 @@ def trained(which: str, way: str, steps: int, axes: Any = None, own: Any = None)
     return seen, fsdp.full_params(state), same
 
 
-LONG = 20 if FULL else 4  # steps
+LONG, SHORT = (20, 3) if FULL else (2, 2)  # steps: the order of use is that of the first
 ROWS = [
-    ("mlp", "driven", {"data": 2, "tp": 2}, None, LONG), ("mlp", "whole", {"tp": 2, "data": 1}, None, 3),
-    ("llama", "driven", {"data": 2, "tp": 2}, None, LONG), ("llama", "driven", {"data": 1, "tp": 2}, SUM, 3),
-    ("mlp", "remat", {"data": 1, "tp": 2}, None, 3),
+    ("mlp", "driven", {"data": 2, "tp": 2}, None, LONG), ("mlp", "whole", {"tp": 2, "data": 1}, None, SHORT),
+    ("llama", "driven", {"data": 2, "tp": 2}, None, LONG), ("llama", "driven", {"data": 1, "tp": 2}, SUM, SHORT),
+    ("mlp", "remat", {"data": 1, "tp": 2}, None, SHORT),
     pytest.param("mlp", "units", {"data": 1, "tp": 2}, None, 3, marks=pytest.mark.large),
     pytest.param("mlp", "driven", {"data": 2, "tp": 4}, None, 20, marks=pytest.mark.large),
     pytest.param("llama", "whole", {"data": 2, "tp": 2}, SUM, 20, marks=pytest.mark.large),

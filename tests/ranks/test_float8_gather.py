@@ -27,7 +27,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import extend
 from functional_fsdp import transforms as T
 
-STEPS, E4M3 = 3, torch.float8_e4m3fn
+STEPS, E4M3 = 3 if FULL else 2, torch.float8_e4m3fn
 PLAIN = fsdp.Precision(compute=torch.bfloat16)
 RULES = {"blocks.*.weight": fsdp.Precision(compute=torch.bfloat16, gather=E4M3), "*": PLAIN}
 Result = tuple[list[float], dict[str, torch.Tensor]]

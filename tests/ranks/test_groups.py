@@ -38,29 +38,19 @@ def stepped(mesh: DeviceMesh, way: str) -> int:
 
 
 def beside_others() -> list[int]:
-    """Groups that only some ranks are in come before ours, and between ours."""
+    """Groups that only some ranks are in come before ours, and between ours; so does a state on ranks 1 and 2."""
     mesh = mesh_of("beside")
     dist.new_group([0])
-    first = stepped(mesh, "eager")
+    taken = [stepped(mesh, "eager")]
     dist.new_group([0, 1])
     dist.new_group([0])
-    return [first, stepped(mesh, "traced")]
-
-
-def test_groups_of_some_ranks_are_in_nobodys_way() -> None:
-    assert launch(beside_others, nprocs=3) == [[1, 1]] * 3
-
-
-def after_a_smaller_mesh() -> list[int]:
-    """A state on ranks 1 and 2, then one on all."""
-    mesh = mesh_of("whole")
     small = DeviceMesh("cpu", [1, 2], mesh_dim_names=("small",))
-    taken = [stepped(small, "eager")] if dist.get_rank() else []
-    return [*taken, stepped(mesh, "traced")]
+    taken += [stepped(small, "eager")] if dist.get_rank() else []
+    return [*taken, stepped(mesh, "traced"), stepped(mesh_of("after"), "eager")]
 
 
-def test_a_mesh_of_some_ranks_is_in_nobodys_way() -> None:
-    assert launch(after_a_smaller_mesh, nprocs=3) == [[1], [1, 1], [1, 1]]
+def test_groups_and_meshes_of_some_ranks_are_in_nobodys_way() -> None:
+    assert launch(beside_others, nprocs=3) == [[1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]
 
 
 def waited_for(absent: int) -> str:

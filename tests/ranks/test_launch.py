@@ -129,19 +129,28 @@ def test_a_caller_that_compiled_leaves_its_ranks_able_to() -> None:
             _launch.stop_workers()
 
 
-def test_groups_of_the_caller_stay_with_the_caller() -> None:
+def test_a_world_of_one_needs_no_set_up_and_its_groups_stay_with_the_caller() -> None:
     """And a rank has imported what the caller has of this library."""
-    run_script("""
-        import sys
-        import torch.distributed as dist
+    printed = run_script("""
+        import os, sys, torch, torch.distributed as dist
+        import functional_fsdp as fsdp
         import functional_fsdp.transforms
         from functional_fsdp import launch, local_mesh
 
-        assert all(launch(lambda: "functional_fsdp.transforms.vjp" in sys.modules, nprocs=2))
-        mesh = local_mesh()
-        assert launch(lambda: local_mesh().size(), nprocs=2) == [2, 2]
+        before = dict(os.environ)
+        mesh, deep = local_mesh(), local_mesh(replica=1, shard=-1)
+        dist.all_reduce(torch.ones(1), group=deep["shard"].get_group())
+        assert before == dict(os.environ)
+        print(mesh.mesh_dim_names, mesh.size(), mesh.device_type)
+        state = fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(mesh), fsdp.sgd(lr=1.0))
+        state = fsdp.step(fsdp.reduce(state, {"w": torch.ones(4)}))
+        print(fsdp.full_params(state)["w"].tolist())
+        found = launch(lambda: ("functional_fsdp.transforms.vjp" in sys.modules, local_mesh().size()), nprocs=2)
+        assert found == [(True, 2)] * 2
         assert mesh.size() == local_mesh().size() == 1 and dist.get_world_size() == 1
     """)
+    assert printed.split()[:2] == ["('data',)", "1"]
+    assert printed.endswith("[0.0, 0.0, 0.0, 0.0]\n")
 
 
 # ------------------------------------------------------------------------------------------------------ code by value
@@ -794,25 +803,6 @@ def test_axes_outermost_first() -> None:
 
     names = ("replica", "shard")
     assert launch(work, nprocs=4) == [(names, [0, 1, 2, 3], rank // 2, 2) for rank in range(4)]
-
-
-def test_a_world_of_one_needs_no_set_up() -> None:
-    printed = run_script("""
-        import os, torch, torch.distributed as dist
-        import functional_fsdp as fsdp
-        from functional_fsdp import local_mesh
-
-        before = dict(os.environ)
-        mesh, deep = local_mesh(), local_mesh(replica=1, shard=-1)
-        dist.all_reduce(torch.ones(1), group=deep["shard"].get_group())
-        assert before == dict(os.environ)
-        print(mesh.mesh_dim_names, mesh.size(), mesh.device_type)
-        state = fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(mesh), fsdp.sgd(lr=1.0))
-        state = fsdp.step(fsdp.reduce(state, {"w": torch.ones(4)}))
-        print(fsdp.full_params(state)["w"].tolist())
-    """)
-    assert printed.split()[:2] == ["('data',)", "1"]
-    assert printed.endswith("[0.0, 0.0, 0.0, 0.0]\n")
 
 
 @pytest.mark.large

@@ -319,7 +319,7 @@ def experts_apart(optimizer: str, folder: str) -> tuple[float, list[str], list[i
     return worst, [*missed], [n for buffer in missed.values() for n in buffer.local.tolist()], same
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "nadam", "pair"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("nadam", marks=pytest.mark.large), "pair"])
 def test_experts_are_each_ranks_own(optimizer: str, tmp_path: Path) -> None:
     counts = []
     for worst, names, missed, same in launch(experts_apart, (optimizer, str(tmp_path / "saved")), nprocs=4):

@@ -34,6 +34,10 @@ def started(preset: str) -> fsdp.State:
 def measured(preset: str) -> dict[Any, Any]:
     state = started(preset)
     found: dict[Any, Any] = {}
+    if any("Partial" in repr(b) for b in state.grads.values()):
+        assert fsdp.local_shards(state, "grads")
+        with pytest.raises(fsdp.ScheduleError, match=r"are partial, .* fsdp\.finish_reductions\(state\) first"):
+            fsdp.local_shards(state, "grads", unique=True)
     run = state.version.lineage.runtime
     for ord in ORDERS:
         state, found["all", ord] = T.global_norm(state, ord)
@@ -45,9 +49,23 @@ def measured(preset: str) -> dict[Any, Any]:
     found["issued"] = run.issued["side"].count - before
     state, found["dot"] = T.dot(state, state.grads, state.main)
     state, found["weights"] = T.dot(state, state.main, state.main)
+    state = fsdp.finish_reductions(state)
+    kinds = ("main", "grads", *(["weights"] if state.weights and preset != "mixed" else []))
+    found["shards"] = {kind: by_shards(state, kind) for kind in kinds}
     state, _ = T.norms(state, {"tail:0": state.main["tail:0"]} if "tail:0" in state.main else state.main)
     fsdp.step(state)  # it was not consumed
     return found
+
+
+def by_shards(state: fsdp.State, kind: Any) -> tuple[float, int]:
+    """The norm of what `local_shards(unique=True)` gives on all ranks, and how many elements that are. These are views
+    of the state's own buffers, of the leaves that it gives without `unique`."""
+    mine, every = fsdp.local_shards(state, kind, unique=True), fsdp.local_shards(state, kind)
+    assert mine.keys() == every.keys()
+    assert all(not part.numel() or part.data_ptr() == every[path].data_ptr() for path, part in mine.items())
+    squares = sum((part.double().square().sum() for part in mine.values()), torch.zeros((), dtype=torch.float64))
+    _, (total, held) = fsdp.psum(state, (squares, sum(part.numel() for part in mine.values())))
+    return float(total.sqrt()), int(held)
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, "mixed"])
@@ -74,6 +92,12 @@ def test_each_leaf_counts_once(preset: str) -> None:
                 torch.testing.assert_close(torch.linalg.vector_norm(torch.stack([*by_unit.values()]), ord), whole)
                 block = torch.stack([n for path, n in by_leaf.items() if path.startswith("blocks.1.")])
                 torch.testing.assert_close(by_unit["blocks.1"], torch.linalg.vector_norm(block, ord))
+        assert ("weights" in found["shards"]) == (preset in ("zero1", "zero2", "hfsdp"))
+        for kind, (total, held) in found["shards"].items():
+            tree = trees["grads" if kind == "grads" else "main"]
+            every = nn.utils.get_total_norm([t for t in tree.values() if t.numel()])
+            assert total == pytest.approx(every.item(), abs=1e-12)
+            assert held == sum(t.numel() for t in tree.values())
         assert found["issued"] == (0 if preset == "ddp" else 2 if preset == "hfsdp" else 1)
         product = sum((g * weights[path].detach()).sum() for path, g in grads.items())
         torch.testing.assert_close(found["dot"], product, rtol=1e-10, atol=1e-14)
@@ -81,7 +105,7 @@ def test_each_leaf_counts_once(preset: str) -> None:
         torch.testing.assert_close(found["weights"], square, rtol=1e-12, atol=0)
 
 
-def of_experts() -> tuple[dict[str, Tree], Tree]:
+def of_experts() -> tuple[dict[str, Tree], Tree, dict[str, tuple[float, int]]]:
     import moe
 
     state, model = moe.sharded(fsdp.local_mesh(expert=2, data=2), fsdp.sgd(lr=0.5))
@@ -93,7 +117,8 @@ def of_experts() -> tuple[dict[str, Tree], Tree]:
         state, found[by] = T.norms(state, by=by)
     state, main = T.norms(state, state.main)
     _, square = T.dot(state, state.grads, state.grads)
-    return {**found, "whole": {"": whole}, "dot": {"": square.sqrt()}}, main
+    shards = {kind: by_shards(state, kind) for kind in ("main", "grads")}
+    return {**found, "whole": {"": whole}, "dot": {"": square.sqrt()}}, main, shards
 
 
 def test_experts_count_each_of_their_own() -> None:
@@ -101,8 +126,11 @@ def test_experts_count_each_of_their_own() -> None:
 
     moe.GROUP = None
     weights = dict(moe.Model().named_parameters())
-    for found, main in launch(of_experts, nprocs=4, processes=True):
+    for found, main, shards in launch(of_experts, nprocs=4, processes=True):
         (whole,) = found["whole"].values()
+        assert shards["main"][0] == pytest.approx(nn.utils.get_total_norm(list(weights.values())).item(), rel=1e-6)
+        assert shards["grads"][0] == pytest.approx(whole.item(), rel=1e-5)
+        assert shards["main"][1] == shards["grads"][1] == sum(p.numel() for p in weights.values())
         for by in ("leaf", "unit", "dot"):
             torch.testing.assert_close(torch.stack([*found[by].values()]).norm(), whole, rtol=1e-5, atol=0)
         for path, norm in main.items():

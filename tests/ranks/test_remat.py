@@ -8,6 +8,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -106,12 +107,18 @@ ONCE = [
 ]
 
 
+@cache
+def plainly(preset: str, ranks: int, way: str, apart: bool) -> list[Any]:
+    """The model that keeps everything."""
+    return launch(trained, ("", preset, way), nprocs=ranks, processes=apart)
+
+
 @pytest.mark.parametrize(("name", "preset", "ranks", "way"), marked(rows_of_law(), ONCE))
 def test_bits_are_those_of_a_model_that_keeps_everything(name: str, preset: str, ranks: int, way: str) -> None:
     """Released weights are NaN, so nothing that is lent was kept; dropout is on, in parts and between them."""
     apart = ranks > 1 or way == "whole"
-    plain, other = (launch(trained, (one, preset, way), nprocs=ranks, processes=apart) for one in ("", name))
-    for (right, weights, _), (seen, mine, calls) in zip(plain, other, strict=True):  # which count calls in a global
+    other = launch(trained, (name, preset, way), nprocs=ranks, processes=apart)  # which count calls in a global
+    for (right, weights, _), (seen, mine, calls) in zip(plainly(preset, ranks, way, apart), other, strict=True):
         assert len(seen) == len(right)
         assert all(map(torch.equal, seen, right))
         assert all(torch.equal(mine[path], weights[path]) for path in weights)
