@@ -18,11 +18,12 @@ from support.commands import code_under
 from support.driven import raised
 from support.presets import PRESETS
 from support.problems import batch, by_unit, full_grads, largest, loss_fn, mesh_and_placement, net, on, whole_tree
+from support.ranks import launch
 from support.tables import FULL, marked
 from support.traced import compiled
 
 import functional_fsdp as fsdp
-from functional_fsdp import extend, launch
+from functional_fsdp import extend
 from functional_fsdp import transforms as T
 
 GUIDE = Path(__file__).parents[2] / "CONTRIBUTING.md"
@@ -117,7 +118,7 @@ FEW = [(2, "zero3", "T.aot_eager"), (4, "hsdp", "eager")]
 def test_the_guides_transform_runs_eagerly_and_compiled(ranks: int, preset: str, way: str) -> None:
     losses, weights = plain(ranks)
     for mine, (seen, found, count) in zip(
-        losses, launch(centralized, (preset, way, by_unit), nprocs=ranks), strict=True
+        losses, launch(centralized, (preset, way, by_unit), nprocs=ranks, processes=way != "eager"), strict=True
     ):
         assert count == 1
         torch.testing.assert_close(seen, mine, rtol=1e-9, atol=1e-9)  # sums in another order
@@ -129,7 +130,7 @@ def test_the_guides_transform_runs_eagerly_and_compiled(ranks: int, preset: str,
 def test_the_guides_transform_runs_in_inductors_code(way: str) -> None:
     losses, weights = plain(2)
     for mine, (seen, found, count) in zip(
-        losses, launch(centralized, ("zero3", way, whole_tree), nprocs=2), strict=True
+        losses, launch(centralized, ("zero3", way, whole_tree), nprocs=2, processes=True), strict=True
     ):
         assert count == 1
         torch.testing.assert_close(seen, mine, rtol=1e-9, atol=1e-9)
@@ -336,7 +337,7 @@ def filled(way: str, every_leaf: bool) -> Tree:
 @pytest.mark.parametrize("way", ["eager", "aot_eager"])
 def test_a_change_may_give_every_leaf_a_gradient(way: str) -> None:
     for every in (False, True):
-        for found in launch(filled, (way, every), nprocs=2 if way == "eager" else 1):
+        for found in launch(filled, (way, every), nprocs=2 if way == "eager" else 1, processes=way != "eager"):
             assert (found["a"] == 1 - 0.1 * 0.5).all()
             assert (found["b"] == (1 - 0.1 * 0.5 if every else 1)).all()
 
@@ -401,7 +402,7 @@ WAYS = [
 def test_weights_are_changed_between_steps(preset: str, way: str) -> None:
     ranks = 2 if FULL or way == "eager" else 1
     want = plain_clamped(ranks)
-    for weights, seen, found in launch(clamped, (preset, way), nprocs=ranks):
+    for weights, seen, found in launch(clamped, (preset, way), nprocs=ranks, processes=way != "eager"):
         assert largest(weights, {path: want[path] for path in weights}) < 1e-6  # computed in float32
         assert (found["steps"], found["between"]) == (2, True)
         assert all(torch.equal(seen[path], weights[path].float()) for path in weights)

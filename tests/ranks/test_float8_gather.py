@@ -21,6 +21,7 @@ from support.by_hand import step_by_hand
 from support.commands import TORCHAO
 from support.problems import mesh_and_placement
 from support.ranks import launch
+from support.strays import strays
 from support.tables import FULL
 
 import functional_fsdp as fsdp
@@ -247,62 +248,27 @@ def right(state: fsdp.State) -> bool:
     return True
 
 
-def everywhere(folder: str) -> dict[str, Any]:
-    """Wherever main weights are others than before."""
-    found: dict[str, Any] = {}
+def everywhere(folder: str) -> tuple[list[str], list[bool]]:
     state, skeleton = start(True)
-    found["shard"] = right(state)
-    step = T.forward_backward(skeleton, loss_fn)
-    state, _ = step(state, batch(0))
-    state = fsdp.step(state)
-    found["step"] = right(state)
-    before, (state, _) = fsdp.full_params(state), step(state, batch(1))
-    state = fsdp.step(state, skip=torch.tensor(True))
-    found["a skipped step"] = right(state) and all(map(torch.equal, before.values(), fsdp.full_params(state).values()))
-    found["a copy"] = right(copy.deepcopy(state)) and right(pickle.loads(pickle.dumps(state)))
-    other = fsdp.replace_params(state, {path: 3 * w for path, w in before.items()})
-    found["replace_params"] = right(other) and not torch.equal(other.scales["blocks.0:0"], state.scales["blocks.0:0"])
-    found["the one replaced"] = right(state)
+    step, mesh = T.forward_backward(skeleton, loss_fn), fsdp.local_mesh()
 
-    def halve() -> None:
-        for buffer in other.main.values():
-            buffer.local.mul_(0.3)
+    def stepped(state: fsdp.State, i: int, **more: Any) -> fsdp.State:
+        return fsdp.step(step(state, batch(i))[0], **more)
 
-    found["change_weights"] = right(fsdp.extend.change_weights(other, "halve()", halve))
-    found["load_weights"] = right(fsdp.load_weights(state, {path: 5 * w for path, w in before.items()}))
-    fsdp.save(state, Path(folder) / "one")
-    found["saved"] = [name for name in (Path(folder) / "one").iterdir() if "scale" in name.name]
-    found["load"] = right(fsdp.load(Path(folder) / "one", state.spec, fsdp.adamw(lr=0.01)))
-    found["load like"] = right(fsdp.load(Path(folder) / "one", like=state))
-    frozen = fsdp.freeze(copy.deepcopy(state), "blocks.0.*")
-    found["freeze"] = right(frozen)
-    frozen, _ = T.forward_backward(skeleton, loss_fn)(frozen, batch(2))
-    found["frozen, a step"] = right(fsdp.step(frozen))
-    plain = fsdp.redistribute(state, fsdp.Spec(fsdp.local_mesh(), precision=PLAIN))
-    assert not plain.scales
-    for preset in ("zero3", "zero1"):
-        mesh, placement = mesh_and_placement(preset)
-        plain = fsdp.redistribute(plain, fsdp.Spec(mesh, placement, precision=RULES))
-        found[f"redistribute, {preset}"] = right(plain)
-    predicted = [T.apply(model)(one, batch(0))[1] for one, model in ((plain, skeleton), start_as(plain))]
-    found["apply"] = torch.equal(*predicted)
+    specs = [fsdp.Spec(mesh, fsdp.zero3("data"), precision=PLAIN)]
+    specs[:0] = [fsdp.Spec(mesh, placement, precision=RULES) for placement in (fsdp.zero3("data"), fsdp.zero1("data"))]
+    wrong, state, plain = strays(state, stepped, right, Path(folder), specs)
+    wrong += [name.name for name in (Path(folder) / "one").iterdir() if "scale" in name.name]
+    predicted = T.apply(skeleton)(state, batch(0))[1]
     again = pickle.loads(pickle.dumps(skeleton))
-    found["a pickled skeleton"] = torch.equal(T.apply(again)(plain, batch(0))[1], predicted[0])
+    others = [T.apply(again)(state, batch(0))[1], T.apply(start(False)[1])(plain, batch(0))[1]]
     with torch.inference_mode():
-        found["inference"] = torch.equal(T.apply(skeleton)(plain, batch(0))[1], predicted[0])
-    return found
-
-
-def start_as(state: fsdp.State) -> tuple[fsdp.State, Any]:
-    """A state that gathers in bfloat16, with these weights."""
-    other, skeleton = start(False)
-    return fsdp.replace_params(other, fsdp.full_params(state)), skeleton
+        others.append(T.apply(skeleton)(state, batch(0))[1])
+    return wrong, [torch.equal(one, predicted) for one in others]
 
 
 def test_scales_follow_main_weights_wherever_these_change(tmp_path: Path) -> None:
-    for found in launch(everywhere, (str(tmp_path),), nprocs=2):
-        assert found.pop("saved") == []
-        assert [name for name, well in found.items() if not well] == []
+    assert launch(everywhere, (str(tmp_path),), nprocs=2) == [([], [True] * 3)] * 2
 
 
 def travelled(in_float8: bool) -> tuple[dict[str, list[int]], int, int]:

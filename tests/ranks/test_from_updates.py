@@ -134,23 +134,6 @@ def test_leaves_without_gradients_keep_their_state(form: str) -> None:
     assert not torch.equal(after["z.bias"]["trace.leaves"], before["z.bias"]["trace.leaves"])
 
 
-def compiled(form: str) -> bool:
-    def train_step(state: fsdp.State, grads: Tree) -> fsdp.State:
-        return fsdp.step(fsdp.reduce(state, grads))
-
-    torch._dynamo.reset()
-    step: Any = torch.compile(train_step, backend="eager", fullgraph=True)
-    state = fsdp.shard(tree(0), spec("zero3"), optimizer(form))
-    for i in range(STEPS):
-        state = step(state, tree(i + 1))
-    return same(fsdp.full_params(state), plainly())
-
-
-@pytest.mark.large
-def test_a_compiled_step_does_the_same() -> None:
-    assert launch(compiled, ("list",), nprocs=2, processes=True) == [True] * 2
-
-
 def test_a_structure_that_changes_is_refused() -> None:
     class Growing(Pair):
         def update(self, grads: Any, opt: Kept, *, params: Any) -> tuple[Any, Any]:

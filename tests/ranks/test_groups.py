@@ -57,7 +57,7 @@ def waited_for(absent: int) -> str:
     """What the other rank hears when one does not make the state."""
     mesh = mesh_of(f"without {absent}")
     if dist.get_rank() == absent:
-        time.sleep(3)
+        time.sleep(2)
         return ""
     try:
         stepped(mesh, "eager")

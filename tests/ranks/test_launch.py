@@ -569,7 +569,7 @@ ENDS = {
     "SIGKILL of a worker": "os.kill(pids[0], signal.SIGKILL)",
 }
 if not FULL:  # each imports torch anew
-    ENDS = {end: ENDS[end] for end in ("exception", "SIGKILL in a call", "SIGKILL of a worker")}
+    ENDS = {end: ENDS[end] for end in ("SIGKILL in a call", "SIGKILL of a worker")}
 PROGRAMS = """  # forks of a process that has imported all and done nothing
 import os, signal, sys, tempfile, threading, torch, torch.distributed as dist, functional_fsdp as f
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.commands import ROOT
@@ -25,29 +28,37 @@ TASKS = {
         "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29763",
     },
 }  # fmt: skip
-PROGRAM = """
-import os, torch, functional_fsdp as fsdp
-mesh = fsdp.local_mesh()
-state = fsdp.shard({"w": torch.zeros(4)}, fsdp.Spec(mesh), fsdp.sgd(lr=1.0))
-state, params = fsdp.unshard(state)
-state = fsdp.step(fsdp.reduce(state, {"w": torch.full((4,), 1.0 + mesh.get_rank())}))
-print(mesh.size(), os.environ["LOCAL_RANK"], fsdp.full_params(state)["w"].tolist())
+PROGRAM = """  # forks of a process that has imported all and done nothing
+import json, os, sys, torch, functional_fsdp as fsdp
+
+def begin():
+    mesh = fsdp.local_mesh()
+    state = fsdp.shard({"w": torch.zeros(4)}, fsdp.Spec(mesh), fsdp.sgd(lr=1.0))
+    state, params = fsdp.unshard(state)
+    state = fsdp.step(fsdp.reduce(state, {"w": torch.full((4,), 1.0 + mesh.get_rank())}))
+    print(mesh.size(), os.environ["LOCAL_RANK"], fsdp.full_params(state)["w"].tolist(), flush=True)
+
+for name, tasks in json.loads(sys.argv[1]).items():
+    for rank, variables in enumerate(tasks):
+        if not os.fork():
+            os.environ.update(variables)
+            for file in (1, 2):
+                os.dup2(os.open(f"{name} {rank} {file}", os.O_WRONLY | os.O_CREAT), file)
+            try:
+                begin()
+            finally:
+                os._exit(0)
+    for _ in tasks:
+        os.wait()
 """
 
 
-@pytest.mark.parametrize(
-    "launcher", ["srun", *(pytest.param(one, marks=pytest.mark.large) for one in TASKS if one != "srun")]
-)
-def test_two_processes_are_one_world(launcher: str) -> None:
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM], env=without_launchers() | TASKS[launcher](rank), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank in "01"
-    ]  # fmt: skip
-    said = [one.communicate(timeout=120) for one in started]
-    for rank, (out, errors) in enumerate(said):
+def test_two_processes_are_one_world(tmp_path: Path) -> None:
+    tasks = json.dumps({name: [task(rank) for rank in "01"] for name, task in TASKS.items()})
+    command = [sys.executable, "-c", PROGRAM, tasks]
+    subprocess.run(command, env=without_launchers(), cwd=tmp_path, timeout=250, check=True)
+    for launcher, rank in itertools.product(TASKS, (0, 1)):
+        out, errors = ((tmp_path / f"{launcher} {rank} {file}").read_text() for file in (1, 2))
         assert out.split("\n")[0] == f"2 {rank} [-1.5, -1.5, -1.5, -1.5]", errors
         taken = f"local_mesh(): 2 ranks, started by {launcher} (" in errors
         assert taken == (rank == 0 and launcher != "torchrun"), errors

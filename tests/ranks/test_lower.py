@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import functional_fsdp as fsdp
 from functional_fsdp import Precision, Schedule, Spec, StaleStateError, launch
 
-WIDTH, DEPTH, ROWS = 256, 8, 4
+WIDTH, DEPTH, ROWS = 256, 5, 4
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes in float32; divides by 2 ranks × 128 elements
 X = torch.empty(ROWS, WIDTH, device="meta")
 

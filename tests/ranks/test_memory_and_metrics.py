@@ -14,7 +14,7 @@ from support.initialised import initialised
 from support.presets import PRESETS, ranks_of
 from support.problems import Block, mesh_and_placement, net
 from support.ranks import launch
-from support.tables import FULL
+from support.tables import FULL, product
 
 import functional_fsdp as fsdp
 from functional_fsdp import FlatBuffer, extend
@@ -227,10 +227,13 @@ def dtypes_of(preset: str, precision: fsdp.Precision) -> dict[str, set[torch.dty
     return seen
 
 
-@pytest.mark.parametrize("preset", ["zero3", "zero2", "ddp", "hfsdp"])
-@pytest.mark.parametrize("main", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("compute", [None, torch.bfloat16])
-@pytest.mark.parametrize("grads", [None, torch.float32, torch.bfloat16])
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("preset", "main", "compute", "grads"),
+    product(["zero3", "zero2", "ddp", "hfsdp"], [F64, F32, BF16], [None, BF16], [None, F32, BF16]),
+)
 def test_every_stage_has_the_dtype_that_was_asked_for(preset: str, main: Any, compute: Any, grads: Any) -> None:
     seen = launch(dtypes_of, (preset, fsdp.Precision(main=main, compute=compute, grads=grads)), nprocs=2)[1]
     expected = {"main": {main}, "opt": {main}, "grads": {grads or main}, "compute": {compute or main}}

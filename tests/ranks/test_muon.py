@@ -1,24 +1,23 @@
-"""Muon, whose matrices travel to owners, beside the same rule on whole matrices."""
+"""Muon, whose matrices travel to owners, beside the same rule on whole matrices. Skipped steps, leaves
+without a gradient and checkpoints: `test_optimizers_together`."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from support.matrices import LABELS, batch, begun, differ, reference, step_of, trained
-from support.presets import AXES, PRESETS, TWO_AXES, placement_of, ranks_of
+from support.matrices import begun, differ, reference, trained
+from support.presets import AXES, PRESETS, TWO_AXES, placement_of
 from support.ranks import launch
 from support.tables import FULL, marked
 
 import functional_fsdp as fsdp
 from functional_fsdp import Spec, SpecError
 
-Tree = dict[str, torch.Tensor]
 STEPS = 20 if FULL else 5
 WAYS = ("eager", "overlapped", "torch.compile", "T.compile", "aot_eager", "compiled")
 ROWS = [
@@ -36,47 +35,6 @@ def test_steps_are_those_on_whole_matrices(preset: str, way: str, ranks: int) ->
         expected = reference(ranks, STEPS, dtype)
         for found in launch(trained, (preset, way, dtype, STEPS), nprocs=ranks, processes=compiled):
             assert differ(found, expected) < most
-
-
-@pytest.mark.parametrize("preset", ["zero3", "hfsdp"])
-def test_a_skipped_step_changes_nothing_and_leaves_without_gradients_stay(preset: str) -> None:
-    ranks = ranks_of(preset)
-    skipped, missing = reference(ranks, 5, torch.float64, skipped=2), reference(ranks, 5, torch.float64, missing=2)
-    for found in launch(trained, (preset, "eager", torch.float64, 5, 2), nprocs=ranks):
-        assert differ(found, skipped) < 1e-9
-    for found in launch(trained, (preset, "eager", torch.float64, 5, -1, 2), nprocs=ranks):
-        assert differ(found, missing) < 1e-9
-
-
-def saved(folder: str) -> None:
-    state, skeleton = begun("zero3", torch.float64)
-    for step in range(3):
-        state = step_of(skeleton)(state, batch(step, dist.get_rank() % 2, torch.float64))
-    fsdp.save(state, folder)
-
-
-def resumed(folder: str, preset: str) -> tuple[Tree, Tree]:
-    """Three more steps, after a load and after a redistribution; all ranks with the batches of two."""
-    begin, skeleton = begun(preset, torch.float64)
-    state = fsdp.load(folder, like=begin)
-    precision = fsdp.Precision(main=torch.float64, compute=torch.float64)
-    spec = Spec(fsdp.local_mesh(), precision=precision, labels=LABELS)
-    other = fsdp.redistribute(fsdp.load(folder, like=begin), spec)
-    found = []
-    for one in (state, other):
-        for step in range(3, 6):
-            one = step_of(skeleton)(one, batch(step, dist.get_rank() % 2, torch.float64))
-        found.append({path: p.clone() for path, p in fsdp.full_params(one).items() if path != "back.weight"})
-    return found[0], found[1]
-
-
-@pytest.mark.parametrize("preset", ["zero3", "hsdp"])
-def test_a_checkpoint_goes_on_on_any_ranks(preset: str, tmp_path: Path) -> None:
-    launch(saved, (str(tmp_path / "x"),), nprocs=2)
-    expected = reference(2, 6, torch.float64)
-    for loaded, moved in launch(resumed, (str(tmp_path / "x"), preset), nprocs=4):
-        assert differ(loaded, expected) < 1e-9
-        assert differ(moved, expected) < 1e-9
 
 
 @pytest.mark.parametrize("adjust", [None, "match_rms_adamw"])

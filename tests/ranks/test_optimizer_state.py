@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from support.ranks import launch
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 
 
 def plain() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -45,6 +45,16 @@ class Momentum:
         return pytree.tree_unflatten([-LR * t for t in trace], form), {"trace": trace}
 
 
+def of_ones_own() -> Any:
+    """A pair that writes to whole tensors, and makes new ones of what it keeps."""
+
+    def update(grads: Tree, opt: Tree, main: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+        new = pytree.tree_map(lambda m, g: 0.9 * m + g, opt, grads)
+        return pytree.tree_map(lambda p, m: p.sub_(LR * m).add_(0.0), main, new), new
+
+    return fsdp.Optimizer(lambda main: pytree.tree_map(torch.zeros_like, main), update)
+
+
 Torchs = Callable[..., torch.optim.Optimizer]
 ONES: dict[str, tuple[Callable[[], Any], Torchs]] = {
     "muon": (
@@ -54,8 +64,10 @@ ONES: dict[str, tuple[Callable[[], Any], Torchs]] = {
     "adamw": (lambda: fsdp.adamw(lr=LR), lambda ps: torch.optim.AdamW(ps, lr=LR)),
     "nadam": (lambda: fsdp.from_torch(torch.optim.NAdam, lr=LR), lambda ps: torch.optim.NAdam(ps, lr=LR)),
     "pair": (lambda: fsdp.from_updates(Momentum()), lambda ps: torch.optim.SGD(ps, lr=LR, momentum=0.9)),
+    "own": (of_ones_own, lambda ps: torch.optim.SGD(ps, lr=LR, momentum=0.9)),
+    "sgd": (lambda: fsdp.sgd(lr=LR, momentum=0.9), lambda ps: torch.optim.SGD(ps, lr=LR, momentum=0.9)),
 }
-KINDS = ("muon", "nadam", "pair", "muon adamw", "muon nadam", "muon pair", "nadam adamw", "pair adamw")
+KINDS = ("muon", "nadam", "pair", "muon adamw", "muon nadam", "muon pair", "nadam adamw", "pair adamw", "own sgd")
 
 
 def optimizer(kind: str) -> Any:
@@ -163,7 +175,7 @@ WAYS = [("zero3", "zero1"), ("hfsdp", "zero3"), ("ddp", "hsdp"), ("zero2", "hfsd
 ROWS = [(kind, presets, overlap) for kind in KINDS for presets in WAYS for overlap in (False, True)]
 QUICK = [
     (kind, WAYS[kind == "muon adamw"], i % 2 == 0)
-    for i, kind in enumerate(("nadam", "muon adamw", "muon pair", "nadam adamw"))
+    for i, kind in enumerate(("own sgd", "muon adamw", "muon pair", "nadam adamw"))
 ]
 
 
@@ -227,7 +239,7 @@ def in_parts(kind: str) -> float:
     return differ(mine, found)
 
 
-BY_BUCKET = [kind for kind in KINDS if "pair" not in kind]
+BY_BUCKET = [kind for kind in KINDS if "pair" not in kind and "own" not in kind]
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if " " in k else pytest.mark.large) for k in BY_BUCKET])

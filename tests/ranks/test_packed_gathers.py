@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import re
 from functools import cache, partial
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from support.by_hand import step_by_hand
 from support.problems import mesh_and_placement
+from support.strays import strays
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -278,53 +278,21 @@ def right(state: fsdp.State) -> bool:
     return all(torch.equal(found[path].clone(), seen(path, want[path], "mxfp8", torch.bfloat16)) for path in packed)
 
 
-def everywhere(folder: Path) -> dict[str, bool]:
-    """Wherever main weights are others than before."""
-    found = {}
+def everywhere(folder: Path) -> list[str]:
     state, model = start("zero3", "mxfp8")
-    found["shard"] = right(state)
-    step = T.forward_backward(model, loss_fn)
+    step, mesh = T.forward_backward(model, loss_fn), fsdp.local_mesh()
 
     def stepped(state: fsdp.State, i: int, **more: Any) -> fsdp.State:
         return fsdp.step(step(state, batch(i, dist.get_rank(), torch.bfloat16))[0], **more)
 
-    state = stepped(state, 0)
-    found["step"] = right(state)
-    before = fsdp.full_params(state)
-    state = stepped(state, 1, skip=torch.tensor(True))
-    found["a skipped step"] = right(state) and all(map(torch.equal, before.values(), fsdp.full_params(state).values()))
-    found["copies"] = right(copy.deepcopy(state)) and right(pickle.loads(pickle.dumps(state)))
-    other = fsdp.replace_params(state, {path: 3 * w for path, w in before.items()})
-    found["replace_params"] = right(other) and right(state)
-
-    def halve() -> None:
-        for buffer in other.main.values():
-            buffer.local.mul_(0.3)
-
-    found["change_weights"] = right(fsdp.extend.change_weights(other, "halve()", halve))
-    found["load_weights"] = right(fsdp.load_weights(state, {path: 5 * w for path, w in before.items()}))
-    fsdp.save(state, folder / "a")
-    found["load"] = right(fsdp.load(folder / "a", state.spec, fsdp.sgd(lr=LR)))
-    found["load in int8"] = right(fsdp.load(folder / "a", like=start("ddp", "mxfp8")[0]))
-    plain = fsdp.load(folder / "a", like=start("zero2", "mxfp8", precision=fsdp.Precision())[0])
-    found["load without"] = all(map(torch.equal, before.values(), fsdp.full_params(plain).values()))
-    frozen = fsdp.freeze(copy.deepcopy(state), "blocks.0.*")
-    found["freeze"] = right(frozen)
-    found["frozen, a step"] = right(stepped(frozen, 2))
-    mesh: Any = state.spec.mesh
-    for preset in ("zero1", "ddp", "zero3"):
-        placement = getattr(fsdp, preset)("data")
-        state = fsdp.redistribute(state, fsdp.Spec(mesh, placement, precision=rules(fsdp.mxfp8())))
-        found[f"redistribute, {preset}"] = right(state)
-    plain = fsdp.redistribute(state, fsdp.Spec(mesh, precision=fsdp.Precision()))
-    found["redistribute, plain"] = not plain.weights
-    found["unpacked"] = all(map(torch.equal, before.values(), fsdp.full_params(plain).values()))
-    return found
+    packed = rules(fsdp.mxfp8())
+    placements = [getattr(fsdp, preset)("data") for preset in ("zero1", "ddp", "zero3")]
+    specs = [fsdp.Spec(mesh, placement, precision=packed) for placement in placements]
+    return strays(state, stepped, right, folder, [*specs, fsdp.Spec(mesh, precision=fsdp.Precision())])[0]
 
 
 def test_packed_copies_follow_main_weights_wherever_these_change(tmp_path: Path) -> None:
-    for found in launch(everywhere, (tmp_path,), nprocs=2, simulate=True):
-        assert [name for name, well in found.items() if not well] == []
+    assert launch(everywhere, (tmp_path,), nprocs=2, simulate=True) == [[], []]
 
 
 def test_the_peak_of_a_step_counts_bytes() -> None:

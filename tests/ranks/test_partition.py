@@ -1,4 +1,5 @@
-"""Several optimizers, each of which has the leaves of its labels, beside torch's own on the same leaves."""
+"""Several optimizers, each of which has the leaves of its labels: what is kept, and what is refused. What they compute,
+and what becomes of it, is beside torch's own in `test_optimizers_together`."""
 
 from __future__ import annotations
 
@@ -9,11 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils._pytree as pytree
-from support.presets import PRESETS
 from support.problems import mesh_and_placement
-from support.ranks import launch
-from support.tables import FULL, marked
 
 import functional_fsdp as fsdp
 from functional_fsdp import Optimizer, Spec, SpecError
@@ -21,7 +18,6 @@ from functional_fsdp import Optimizer, Spec, SpecError
 Tree = dict[str, Any]
 SHAPES = {"a.w": (9, 40), "a.bias": (130,), "a.v": (20, 3), "b.w": (4, 4), "b.bias": (1,), "c.bias": (7,), "norm": (9,)}
 LABELS = {"*.bias": "bias", "norm": "norm"}
-STEPS = 5
 
 
 def tree(seed: int) -> Tree:
@@ -29,50 +25,16 @@ def tree(seed: int) -> Tree:
     return {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in SHAPES.items()}
 
 
-def momentum() -> Optimizer:
-    """Somebody else's pair, which writes to whole tensors, and makes new ones of what it keeps."""
-
-    def update(grads: Tree, opt: Tree, main: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
-        new = pytree.tree_map(lambda m, g: 0.9 * m + g, opt, grads)
-        return pytree.tree_map(lambda p, m: p.sub_(0.05 * m).add_(0.0), main, new), new
-
-    return Optimizer(lambda main: pytree.tree_map(torch.zeros_like, main), update)
-
-
-Torchs = Callable[..., torch.optim.Optimizer]
-KINDS: dict[str, tuple[Callable[[], Any], Torchs]] = {
-    "adamw": (lambda: fsdp.adamw(lr=0.05), lambda ps: torch.optim.AdamW(ps, lr=0.05)),
-    "sgd": (lambda: fsdp.sgd(lr=0.05, momentum=0.9), lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9)),
-    "plain": (lambda: fsdp.sgd(lr=0.05), lambda ps: torch.optim.SGD(ps, lr=0.05)),
-    "nadam": (lambda: fsdp.from_torch(torch.optim.NAdam, lr=0.05), lambda ps: torch.optim.NAdam(ps, lr=0.05)),
-    "pair": (momentum, lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9)),
+KINDS: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: fsdp.adamw(lr=0.05),
+    "sgd": lambda: fsdp.sgd(lr=0.05, momentum=0.9),
+    "nadam": lambda: fsdp.from_torch(torch.optim.NAdam, lr=0.05),
+    "pair": lambda: Optimizer(lambda main: (), lambda grads, opt, main, count: (main, opt)),
 }
-PAIRS = (("adamw", "sgd"), ("nadam", "adamw"), ("pair", "adamw"), ("plain", "pair"))
 
 
 def several(kinds: tuple[str, str]) -> Any:
-    return fsdp.partition({"bias": KINDS[kinds[0]][0](), "default": KINDS[kinds[1]][0]()})
-
-
-def misses(name: str, step: int) -> bool:
-    """Whether a leaf gets no gradient on any rank."""
-    return (name, step) in {("a.bias", 1), ("a.w", 2), ("b.w", 1), ("b.w", 2), ("norm", 0)}
-
-
-def grads_of(step: int, lacking: bool) -> Tree:
-    return {name: None if lacking and misses(name, step) else g for name, g in tree(step + 1).items()}
-
-
-def plainly(kinds: tuple[str, str], steps: int = STEPS, lacking: bool = False) -> Tree:
-    params = {name: torch.nn.Parameter(p) for name, p in tree(0).items()}
-    parts = [[p for name, p in params.items() if ("bias" in name) == bias] for bias in (True, False)]
-    optimizers = [KINDS[kind][1](some) for kind, some in zip(kinds, parts, strict=True)]
-    for step in range(steps):
-        for name, grad in grads_of(step, lacking).items():
-            params[name].grad = grad
-        for optimizer in optimizers:
-            optimizer.step()
-    return {name: p.detach() for name, p in params.items()}
+    return fsdp.partition({"bias": KINDS[kinds[0]](), "default": KINDS[kinds[1]]()})
 
 
 def spec(preset: str, units: Any = ("a", "b", "c", "norm"), **more: Any) -> Spec:
@@ -80,33 +42,10 @@ def spec(preset: str, units: Any = ("a", "b", "c", "norm"), **more: Any) -> Spec
     return Spec(mesh, placement, units=list(units), **{"labels": LABELS, **more})
 
 
-def stepped(state: fsdp.State, steps: range, lacking: bool = False) -> fsdp.State:
+def stepped(state: fsdp.State, steps: range) -> fsdp.State:
     for step in steps:
-        state = fsdp.step(fsdp.reduce(state, grads_of(step, lacking)))
+        state = fsdp.step(fsdp.reduce(state, tree(step + 1)))
     return state
-
-
-def apart(found: Tree, wanted: Tree) -> float:
-    return max(float((found[name] - p).abs().max()) for name, p in wanted.items())
-
-
-def beside_torch(kinds: tuple[str, str]) -> float:
-    """How far weights are from torch's, at most; of all placements, or, unless all rows are asked for, of two."""
-    worst, presets = 0.0, PRESETS if FULL else ("zero3", "zero1")
-    for lacking in (False, True):
-        wanted = plainly(kinds, lacking=lacking)
-        for preset in presets:
-            state = stepped(fsdp.shard(tree(0), spec(preset), several(kinds)), range(STEPS), lacking)
-            worst = max(worst, apart(fsdp.full_params(state), wanted))
-    return worst
-
-
-ROWS = [(ranks, kinds) for ranks in (1, 2, 4) for kinds in PAIRS]
-
-
-@pytest.mark.parametrize(("ranks", "kinds"), marked(ROWS, [(2, PAIRS[0]), (2, PAIRS[1]), (2, PAIRS[2]), (1, PAIRS[3])]))
-def test_each_has_its_leaves(ranks: int, kinds: tuple[str, str]) -> None:
-    assert max(launch(beside_torch, (kinds,), nprocs=ranks)) < 1e-12
 
 
 # ---------------------------------------------------------------- what is kept
@@ -129,76 +68,6 @@ def test_what_is_kept_is_by_label_and_of_the_labels_own_leaves_only() -> None:
     mean = state.opt["default"].mean["a"]
     assert [leaf.path for leaf in mean.bucket.leaves] == ["a.w", "a.v"]
     assert [(label, view.numel()) for label, view in mean.by_label()] == [("default", 512)]  # they lie side by side
-
-
-def saved(kinds: tuple[str, str], folder: str) -> list[bool]:
-    state = stepped(fsdp.shard(tree(0), spec("zero3"), several(kinds)), range(3), lacking=True)
-    path = fsdp.save(state, f"{folder}/{kinds[0]}")
-    kept = fsdp.optimizer_state(state)
-    units = ["*"], [("a.w", "b.w"), ("a.bias", "b.bias"), "a.v", "c", "norm"]
-    others = [
-        fsdp.load(path, like=fsdp.shard(tree(9), spec("zero3"), several(kinds))),
-        fsdp.load(path, spec("ddp", units[0]), several(kinds)),
-        fsdp.load(path, spec("zero2", units[1]), several(kinds)),
-        fsdp.redistribute(fsdp.load(path, spec("zero3"), several(kinds)), spec("zero1", units[1])),
-    ]
-    others.append(fsdp.redistribute(fsdp.load(path, spec("zero2", units[1]), several(kinds)), spec("zero3", units[0])))
-    found = []
-    for other in others:
-        mine = fsdp.optimizer_state(other)
-        found.append(
-            all(
-                torch.equal(mine[p][name], t)
-                for p, of in kept.items()
-                for name, t in of.items()
-                if "missed" not in name
-            )
-        )
-    straight = fsdp.full_params(stepped(state, range(3, STEPS)))
-    return [*found, *(apart(fsdp.full_params(stepped(other, range(3, STEPS))), straight) == 0 for other in others)]
-
-
-def read(kinds: tuple[str, str], folder: str) -> float:
-    state = fsdp.load(f"{folder}/{kinds[0]}", spec("hfsdp", ["b", "a", "c", "norm"]), several(kinds))
-    return apart(fsdp.full_params(stepped(state, range(3, STEPS), lacking=True)), plainly(kinds, lacking=True))
-
-
-@pytest.mark.parametrize("kinds", [*(pytest.param(x, marks=pytest.mark.large) for x in PAIRS[:2]), PAIRS[2]])
-def test_checkpoints_go_on_in_any_world_and_units(kinds: tuple[str, str], tmp_path: Path) -> None:
-    assert launch(saved, (kinds, str(tmp_path)), nprocs=2) == [[True] * 10] * 2
-    assert max(launch(read, (kinds, str(tmp_path)), nprocs=4)) < 1e-12
-
-
-# ---------------------------------------------------------------- skipped and compiled steps
-
-
-@pytest.mark.parametrize("kinds", PAIRS)
-def test_a_skipped_step_changes_nothing(kinds: tuple[str, str]) -> None:
-    state = fsdp.shard(tree(0), spec("zero3"), several(kinds))
-    for step, skip in ((0, False), (7, True), (1, False)):
-        grads = {name: torch.full_like(g, torch.nan) if skip else g for name, g in tree(step + 1).items()}
-        state = fsdp.step(fsdp.reduce(state, grads), skip=torch.tensor(skip))
-    assert apart(fsdp.full_params(state), plainly(kinds, 2)) < 1e-12
-
-
-def compiled(kinds: tuple[str, str], way: str) -> float:
-    def train_step(state: fsdp.State, grads: Tree) -> fsdp.State:
-        return fsdp.step(fsdp.reduce(state, grads))
-
-    torch._dynamo.reset()
-    step: Any = torch.compile(train_step, backend=way, fullgraph=True)
-    state = fsdp.shard(tree(0), spec("zero3"), several(kinds))
-    for i in range(2):
-        state = step(state, tree(i + 1))
-    return apart(fsdp.full_params(state), plainly(kinds, 2))
-
-
-WAYS = [(way, kinds) for way in ("eager", "inductor") for kinds in (("nadam", "adamw"), ("pair", "sgd"))]
-
-
-@pytest.mark.parametrize(("way", "kinds"), marked(WAYS, WAYS[:1]))
-def test_a_compiled_step_does_the_same(way: str, kinds: tuple[str, str]) -> None:
-    assert max(launch(compiled, (kinds, way), nprocs=2 if FULL else 1, processes=True)) < 1e-12
 
 
 # ---------------------------------------------------------------- errors

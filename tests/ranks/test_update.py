@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from hypothesis import given
 from hypothesis import strategies as st
+from support.presets import ranks_of
 from support.problems import LOOPS, batch, mesh_and_placement, net
 from support.ranks import launch
 from support.tables import each, product
@@ -68,7 +69,7 @@ def waited_for(preset: str, flags: tuple[bool, ...]) -> tuple[set[str], set[str]
 
 @pytest.mark.parametrize(("preset", "flags"), each(PRESETS, [(True,), (False, True), (True, True), (False, False)]))
 def test_every_gradient_has_a_mark_of_its_own(preset: str, flags: tuple[bool, ...]) -> None:
-    for found, trainable in launch(waited_for, (preset, flags), nprocs=4):
+    for found, trainable in launch(waited_for, (preset, flags), nprocs=ranks_of(preset)):
         assert found == trainable
 
 
@@ -161,7 +162,7 @@ def test_an_update_of_others_on_the_lane_is_that_of_a_step(optimizer: str) -> No
 
 @pytest.mark.parametrize(("preset", "flags"), each(PRESETS, [(True,), (False, True)]))
 def test_an_update_on_the_lane_is_that_of_a_step(preset: str, flags: tuple[bool, ...]) -> None:
-    for taken, left, same in launch(updated, (preset, flags), nprocs=4):
+    for taken, left, same in launch(updated, (preset, flags), nprocs=ranks_of(preset)):
         assert same
         assert (taken == 0, left == 0) == ((True, False) if preset == "ddp" else (False, True))
 

@@ -349,7 +349,7 @@ def test_a_worker_that_dies_in_a_call() -> None:
 
 def test_an_error_on_one_rank_ends_the_call_and_keeps_the_last_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other waits for it in a collective; it is stopped, and both go on from the same state."""
-    monkeypatch.setattr(_pool, "GRACE", 2.0)
+    monkeypatch.setattr(_pool, "GRACE", 0.3)
     with fsdp.workers(nprocs=2) as w:
         state, pids = w(setup), w(os.getpid).get()
         begun = time.monotonic()
@@ -459,7 +459,7 @@ def trains(run: Run, steps: int, fails: int = -1) -> None:
 
 
 def test_states_in_attributes_of_a_users_object_are_renewed(w: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pool, "GRACE", 1.0)
+    monkeypatch.setattr(_pool, "GRACE", 0.3)
     run = w(lambda: {"run": Run()})
     for _ in range(2):
         with pytest.raises(LaunchError, match="ValueError: bad data"):
@@ -592,7 +592,7 @@ def own(how: str, says: str = "") -> float:
 def test_a_call_that_failed_with_a_state_of_its_own_leaves_the_workers_as_they_were(
     w: WorkerGroup, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_pool, "GRACE", 1.0)
+    monkeypatch.setattr(_pool, "GRACE", 0.3)
     kept, pids = w(train, w(setup), 2)[0], w(os.getpid).get()
     begun = time.monotonic()
     for _ in range(2):
@@ -609,7 +609,7 @@ def test_a_call_that_failed_with_a_state_of_its_own_leaves_the_workers_as_they_w
 
 
 def test_launch_goes_on_after_a_call_that_failed_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pool, "GRACE", 1.0)
+    monkeypatch.setattr(_pool, "GRACE", 0.3)
     pids = fsdp.launch(os.getpid, nprocs=2)
     for _ in range(2):
         with pytest.raises(LaunchError, match="ValueError: bad data"):
@@ -798,6 +798,27 @@ AUTORELOAD = [
     def local():
         return "two"
     print(w(local).get())
+    """,
+]
+
+
+STOP = [
+    """
+    import os, signal, threading
+    from test_workers import setup, train
+
+    def stop():
+        while not os.path.exists("said"):
+            time.sleep(0.01)
+        os.killpg(os.getpgrp(), signal.SIGINT)
+
+    state = w(setup)
+    """,
+    "threading.Thread(target=stop).start()\nstate, steps = w(train, state, 10**6, says='said')",
+    """
+    before = w(lambda state: state.steps, state).get()[0]
+    state, steps = w(train, state, 1)
+    print(before >= 3, steps.get() == [before + 1] * 2)
     w.close()
     """,
 ]
@@ -805,40 +826,22 @@ AUTORELOAD = [
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_edited_code_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    cells = [nbformat.v4.new_code_cell(textwrap.dedent(cell).strip()) for cell in AUTORELOAD]
-    book = nbformat.v4.new_notebook(cells=cells)
-    nbclient.NotebookClient(book, timeout=250, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    said = ["".join(output.text for output in cell.outputs) for cell in book.cells]
-    assert said[1].split("\n") == ["[1, 1] [1, 1] [1, 1]", ""]
-    assert said[3].split("\n") == ["[2, 2] [2, 2] [2, 2]", ""]
-    assert said[4:] == ["['one', 'one']\n", "['two', 'two']\n"]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_stop_button_of_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel's whole process group is sent a SIGINT."""
+def test_edited_code_and_the_stop_button_of_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel has both. When it is stopped, its whole process group is sent a SIGINT."""
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}:{Path(__file__).parent}")
-    cells = [
-        "import os, signal, threading, time\nimport functional_fsdp as fsdp\nfrom test_workers import setup, train\n"
-        "w = fsdp.workers(nprocs=2)\nstate = w(setup)",
-        "def stop():\n    while not os.path.exists('said'):\n        time.sleep(0.01)\n"
-        "    os.killpg(os.getpgrp(), signal.SIGINT)\n"
-        "threading.Thread(target=stop).start()\nstate, steps = w(train, state, 10**6, says='said')",
-        "before = w(lambda state: state.steps, state).get()[0]\nstate, steps = w(train, state, 1)\n"
-        "print(before >= 3, steps.get() == [before + 1] * 2)\nw.close()",
-    ]
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    book.cells[1].metadata["tags"] = ["raises-exception"]
+    cells = [nbformat.v4.new_code_cell(textwrap.dedent(cell).strip()) for cell in (*AUTORELOAD, *STOP)]
+    cells[len(AUTORELOAD) + 1].metadata["tags"] = ["raises-exception"]
+    book = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(book, timeout=250, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert book.cells[1].outputs[-1].ename == "KeyboardInterrupt"
-    assert book.cells[2].outputs[0].text == "True True\n"
+    *_, stopped, after = book.cells
+    assert stopped.outputs[-1].ename == "KeyboardInterrupt"
+    assert after.outputs[0].text == "True True\n"
+    said = ["".join(output.text for output in cell.outputs) for cell in book.cells[: len(AUTORELOAD)]]
+    assert said[1].split("\n") == ["[1, 1] [1, 1] [1, 1]", ""]
+    assert said[3].split("\n") == ["[2, 2] [2, 2] [2, 2]", ""]
+    assert said[4:] == ["['one', 'one']\n", "['two', 'two']\n"]
 
 
 def test_a_barrier_of_the_workers(w: WorkerGroup) -> None:
