@@ -20,10 +20,9 @@ from functional_fsdp._launch.launch import stop_workers
 # time: so processes are done at about the same time.
 LONG = (
     "test_traced", "test_traced_graph", "test_ways_in_turn", "test_ways", "test_extend",
-    "test_attack", "test_whole_step", "test_compile_units", "test_traced_errors", "test_schedule", "test_benchmark",
-    "test_launch", "test_cuda_graph", "test_models", "test_uses_beside_the_plan", "test_groups",
-    "test_missing_gradients", "test_cursor", "test_transactions", "test_per_sample", "test_copy_engine",
-    "test_parity", "test_interrupts", "test_workers",
+    "test_attack", "test_whole_step", "test_compile_units", "test_traced_errors", "test_arrivals", "test_from_torch",
+    "test_workers", "test_schedule", "test_benchmark", "test_launch", "test_remat", "test_models", "test_dtensors",
+    "test_simulated", "test_cuda_graph", "test_cursor", "test_parity", "test_interrupts",
 )  # fmt: skip
 WHOLE = ("test_examples", "test_notebooks")  # long, but tests share what a test before them has made
 

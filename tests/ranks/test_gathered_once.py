@@ -12,7 +12,7 @@ import torch.nn as nn
 from support.presets import PRESETS, placement_of, ranks_of
 from support.problems import LOOPS, Block, Tree, batch, full_grads, loss_fn, mesh_and_placement, net
 from support.ranks import launch
-from support.tables import marked
+from support.tables import FULL, marked
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule
@@ -78,8 +78,8 @@ def test_microbatches_share_one_gather_of_each_unit(preset: str, how: str, trans
                 assert anew[3]["blocks.0"] == 2 * MICRO + (step == 1 and how == "driven")
 
 
-def accumulated(keep: Any) -> tuple[list[Any], Counter[str]]:
-    """One compiled step over two microbatches; what the graph has, by kind."""
+def accumulated(keep: Any, compiled: bool) -> tuple[list[Any], Counter[str]]:
+    """A step over two microbatches; what its graph has, by kind."""
     params, model = fsdp.functionalize(net(depth=1))  # to trace them is what takes time
     state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), schedule=Schedule(keep=keep)), fsdp.sgd(lr=0.1))
     forward_backward = T.accumulate(T.forward_backward(model, lambda model, *data: loss_fn(model, data)), 2)
@@ -90,7 +90,8 @@ def accumulated(keep: Any) -> tuple[list[Any], Counter[str]]:
 
     data = batch(0, dist.get_rank(), 0)
     issued = Counter(one.kind for one in fsdp.lower(train_step, state, *data).collectives)
-    step, losses = T.compile(train_step, "aot_eager"), []
+    step: Any = T.compile(train_step, "aot_eager") if compiled else train_step
+    losses = []
     for _ in range(STEPS):
         state, loss = step(state, *data)
         losses.append(loss)
@@ -98,7 +99,7 @@ def accumulated(keep: Any) -> tuple[list[Any], Counter[str]]:
 
 
 def test_a_compiled_step_gathers_what_stays_once() -> None:
-    each, once = (launch(accumulated, (keep,), nprocs=2, processes=True) for keep in ((), "all"))
+    each, once = (launch(accumulated, one, nprocs=2, processes=True) for one in (((), FULL), ("all", True)))
     for (kept, few), (anew, many) in zip(once, each, strict=True):
         torch.testing.assert_close(kept, anew, rtol=1e-12, atol=1e-13)
         assert few["all_gather"] == 4

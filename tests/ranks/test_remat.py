@@ -100,7 +100,7 @@ ONCE = [
     ("only offload", "zero2", 2, "eager"),
     ("save attn", "hfsdp", 2, "eager"),
     ("offload inputs", "zero1", 2, "eager"),
-    ("both", "zero3", 2, "parts"),
+    ("both", "zero3", 1, "parts"),
     ("save mlp", "zero2", 1, "units"),
     ("both", "zero3", 2, "units"),
     ("deeper", "zero3", 1, "units"),

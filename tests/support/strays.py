@@ -70,6 +70,6 @@ def strays(
     plain = fsdp.redistribute(copy.deepcopy(state), without)
     found["redistribute to what has none"] = same(plain) and not (plain.weights or plain.scales)
     found["load into what has none"] = same(fsdp.load(folder / "one", without, optimizer))
-    again = fsdp.redistribute(plain, others[-1])
+    again = fsdp.redistribute(copy.deepcopy(plain), others[-1])
     found["and back"] = right(again) and same(again)
     return [name for name, well in found.items() if not well], state, plain
