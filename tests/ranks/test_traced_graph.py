@@ -25,7 +25,7 @@ from functional_fsdp._graph.lower import _memory, point_at_second_gathers
 # ---------------------------------------------------------------- what is in the graph
 
 
-LAYERS = 5 if FULL else 4
+LAYERS = 5
 
 
 def captured(recompute: bool, keep: Any) -> tuple[dict[str, int], dict[str, int], list[int], int]:
