@@ -137,13 +137,14 @@ def taken(transform: str, preset: str, how: str, way: str) -> Any:
 
 
 @cache
-def eagerly(transform: str, preset: str, how: str) -> list[Any]:
-    return launch(taken, (transform, preset, how, "eager"), nprocs=ranks_of(preset))
+def eagerly(transform: str, preset: str, how: str, ranks: int) -> list[Any]:
+    return launch(taken, (transform, preset, how, "eager"), nprocs=ranks)
 
 
 @pytest.mark.parametrize(("transform", "preset", "how", "way"), marked(ROWS, ONCE))
 def test_a_step_is_the_same_every_way(transform: str, preset: str, how: str, way: str) -> None:
-    ranks, eager = ranks_of(preset), eagerly(transform, preset, how)
+    ranks = ranks_of(preset) if FULL or way not in COMPILED else 1  # each traces the same; `lower` has what they send
+    eager = eagerly(transform, preset, how, ranks)
     found = launch(taken, (transform, preset, how, way), nprocs=ranks, processes=way in COMPILED)
     for mine, right in zip(found, eager, strict=True):
         if way == "lower":

@@ -198,7 +198,7 @@ def compilations_of(depth: int) -> tuple[int, int, int]:
 
 def test_the_number_of_layers_costs_no_compilation() -> None:
     """One frame, one forward and one backward, whatever it is."""
-    assert compilations_of(2) == compilations_of(24) == (1, 1, 1)
+    assert compilations_of(2) == compilations_of(24 if FULL else 8) == (1, 1, 1)
 
 
 WARM = """
@@ -543,7 +543,7 @@ def with_hooks(hook: str) -> tuple[list[float], int]:
     """How far losses are from eager ones: steps, then another shape, then an evaluation."""
     found: list[list[float]] = []
     kept = 0
-    for how in ("eager", "driven", "chosen"):
+    for how in ("eager", "driven", "chosen") if FULL or hook == "keeps" else ("eager", "driven"):
         torch.manual_seed(0)
         state, model = start(Plain(hook))
         if how == "chosen":
