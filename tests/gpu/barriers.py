@@ -23,8 +23,6 @@ import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp._runtime.runtime import runtime_of
 
-__all__ = ["measured"]
-
 WAYS = {"stream memory operations": True, "kernels": False}
 CYCLES = 1_900_000  # of torch.cuda._sleep, about a millisecond
 

@@ -8,8 +8,6 @@ import torch
 from support.problems import reference, sharded
 from support.traced import STEPS, trained
 
-__all__ = ["gradients_differ", "weights_differ"]
-
 
 def gradients_differ(ranks: int, preset: str, loop: str, transport: Any) -> dict[torch.dtype, float]:
     """The largest difference of any gradient, beside 1 + its size, in three steps of two microbatches."""

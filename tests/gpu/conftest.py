@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from gpu.machine import check_gpus
+from gpu.machine import CUBLAS, check_gpus
 
 from functional_fsdp._launch.launch import stop_workers
 
@@ -20,3 +20,12 @@ def fresh_workers(request: pytest.FixtureRequest) -> Iterator[None]:
     stop_workers()
     yield
     stop_workers()
+
+
+@pytest.fixture(scope="module")
+def exact_workers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Workers of this file's own, whose cuBLAS repeats its bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CUBLAS, ":4096:8")
+        request.getfixturevalue("fresh_workers")
+        yield

@@ -15,5 +15,4 @@ class Layer(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return y
+        return x + self.down(F.gelu(self.up(self.norm(x))))

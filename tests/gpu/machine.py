@@ -5,13 +5,13 @@ order; not how fast, nor what needs NVLink."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from functional_fsdp._launch.launch import SHARED_GPUS
-
-__all__ = ["GPUS", "RANKS", "SHARED", "check_gpus", "need_ranks", "own_gpus"]
 
 GPUS = torch.cuda.device_count()
 SHARED = GPUS == 1 or SHARED_GPUS in os.environ  # which whoever needs four ranks on two GPUs may set
@@ -21,6 +21,7 @@ RANKS = 2 if SHARED else GPUS  # as many as there are, and two at least
 if SHARED:  # workers have it from here
     os.environ.update({SHARED_GPUS: "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"})
 
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"  # with ":4096:8" cuBLAS repeats its bits: it reads it when it is first used
 own_gpus = pytest.mark.skipif(SHARED, reason="needs a GPU for each rank; this machine has one")
 
 
@@ -33,3 +34,14 @@ def need_ranks(ranks: int) -> None:
     """Skip what takes more ranks than this machine has room for."""
     if ranks > MOST:
         pytest.skip(f"needs {ranks} GPUs")
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """The same bits in each run, also of matrix products if `CUBLAS` was set before the workers began. What
+    `torch.empty` gives is filled with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

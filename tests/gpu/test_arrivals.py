@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from gpu.layers import Layer
-from gpu.machine import RANKS
+from gpu.machine import RANKS, deterministic
 
 import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, launch
@@ -42,27 +42,24 @@ def made(transport: Any, optimizer: str, overlap: bool, **precision: Any) -> tup
     return state, T.forward_backward(model, lambda m, x: (m(x) - x).float().square().mean())
 
 
+@deterministic()
 def trained(transport: Any, optimizer: str, grads: torch.dtype, overlap: bool, **precision: Any) -> dict[str, Any]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        state, forward_backward = made(transport, optimizer, overlap, grads=grads, **precision)
+    state, forward_backward = made(transport, optimizer, overlap, grads=grads, **precision)
 
-        def train_step(state: fsdp.State, x: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
-            state, loss = forward_backward(state, x)
-            return fsdp.step(state), loss
+    def train_step(state: fsdp.State, x: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
+        state, loss = forward_backward(state, x)
+        return fsdp.step(state), loss
 
-        run: Any = T.cuda_graph(train_step)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        losses = []
-        for _ in range(STEPS):
-            state, loss = run(state, torch.randn(64, WIDTH, generator=generator).cuda().bfloat16())
-            losses.append(float(loss))
-        (graph,) = run.graphs.values()
-        leaves = torch.utils._pytree.tree_leaves((state.main, state.opt, state.count))
-        tensors = [leaf.cpu() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return {"losses": losses, "tensors": tensors, "peak": graph.peak, "grads": state.layout.nbytes("grads")}
-    finally:
-        torch.use_deterministic_algorithms(False)
+    run: Any = T.cuda_graph(train_step)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(STEPS):
+        state, loss = run(state, torch.randn(64, WIDTH, generator=generator).cuda().bfloat16())
+        losses.append(float(loss))
+    (graph,) = run.graphs.values()
+    leaves = torch.utils._pytree.tree_leaves((state.main, state.opt, state.count))
+    tensors = [leaf.cpu() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return {"losses": losses, "tensors": tensors, "peak": graph.peak, "grads": state.layout.nbytes("grads")}
 
 
 ROWS = [

@@ -44,8 +44,7 @@ def losses(how: dict[str, Any] | None) -> list[float]:
 
 @pytest.fixture(scope="module")
 def right() -> list[float]:
-    found: list[float] = launch(losses, (None,), nprocs=RANKS, timeout=60)[0]
-    return found
+    return launch(losses, (None,), nprocs=RANKS, timeout=60)[0]
 
 
 @pytest.mark.parametrize("way", [pytest.param(w, marks=own_gpus) if w == "symmetric" else w for w in WAYS])

@@ -76,8 +76,7 @@ def losses(some: bool, graph: bool, compiled: bool) -> tuple[list[float], int]:
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     def in_chunks(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = of(model, tokens, tokens)
-        return loss
+        return of(model, tokens, tokens)
 
     loss_fn = in_chunks if some else plain
     if some:

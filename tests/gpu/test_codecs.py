@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from gpu.machine import own_gpus
+from gpu.machine import deterministic, own_gpus
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -69,8 +69,7 @@ class Net(nn.Module):
 
 
 def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = (model(x).float() - x.float().sin()).square().mean()
-    return loss
+    return (model(x).float() - x.float().sin()).square().mean()
 
 
 def rules(codec: fsdp.Codec | None) -> dict[str, fsdp.Precision]:
@@ -138,12 +137,9 @@ def trained(packed: bool, way: str, codec: str = "nf4") -> tuple[list[float], di
     return losses, params
 
 
+@deterministic()
 def both(way: str, codec: str = "nf4") -> tuple[Any, Any]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        return trained(True, way, codec), trained(False, way, codec)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    return trained(True, way, codec), trained(False, way, codec)
 
 
 def unpacked() -> dict[str, bool]:
@@ -182,13 +178,10 @@ def wired(way: str, wire: Any, feedback: bool) -> tuple[list[float], dict[str, t
     return losses, found | {f"left {b}": one.local.cpu() for b, one in state.residual.items()}
 
 
+@deterministic()
 def wires() -> list[Any]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        eager = [wired("eager", fsdp.fp8_block, True) for _ in range(2)]
-        return [*eager, wired("a graph", fsdp.fp8_block, True), wired("eager", None, False)]
-    finally:
-        torch.use_deterministic_algorithms(False)
+    eager = [wired("eager", fsdp.fp8_block, True) for _ in range(2)]
+    return [*eager, wired("a graph", fsdp.fp8_block, True), wired("eager", None, False)]
 
 
 def timed(wire: Any) -> tuple[float, int]:
@@ -235,12 +228,9 @@ def gathered(way: str, codec: str) -> tuple[list[float], dict[str, bool]]:
     return losses, right
 
 
+@deterministic()
 def all_gathered(codec: str) -> list[Any]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        return [gathered(way, codec) for way in WAYS if way != "symmetric"]
-    finally:
-        torch.use_deterministic_algorithms(False)
+    return [gathered(way, codec) for way in WAYS if way != "symmetric"]
 
 
 @pytest.mark.parametrize("codec", GATHERS)

@@ -60,8 +60,7 @@ def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
     """Of embedded tokens [B, T, W]."""
     for block in model.blocks:
         x = block(x)
-    loss: torch.Tensor = model.head(model.norm(x)).log_softmax(-1).square().mean()
-    return loss
+    return model.head(model.norm(x)).log_softmax(-1).square().mean()
 
 
 def embedded(model: Any, batch: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ import gc
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from gpu.layers import Layer
-from gpu.machine import check_gpus, own_gpus
-from gpu.test_overlap import CUBLAS, Bits, Chain, deterministic, differs, no_synchronisation, train_step
+from gpu.machine import CUBLAS, deterministic, own_gpus
+from gpu.test_overlap import Bits, Chain, differs, no_synchronisation, train_step
 from gpu.traces import hidden, recorded, waits
 from support.modelled import Seen, driven, plain
 from support.models import CASES, own_loss
@@ -31,22 +31,11 @@ from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp._launch.launch import stop_workers
 
-pytestmark = pytest.mark.timeout(400)  # the first launch starts CUDA and NCCL on every rank
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("exact_workers")]  # the first starts CUDA and NCCL
 
 RANKS = 2
 
 Loop = Callable[[fsdp.State, torch.Tensor], tuple[fsdp.State, torch.Tensor]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    """New workers, whose cuBLAS repeats its bits. Here nothing is computed, so they can be forked again at any time."""
-    check_gpus(RANKS)
-    stop_workers()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CUBLAS, ":4096:8")
-        yield
-        stop_workers()
 
 
 def settle() -> None:
@@ -221,7 +210,7 @@ def traced(how: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def traces(_workers: None) -> dict[str, list[dict[str, Any]]]:
+def traces(exact_workers: None) -> dict[str, list[dict[str, Any]]]:
     stop_workers()  # new ones: what other tests left behind (allocations, modes) is not measured
     found = {how: launch(traced, (how,), nprocs=RANKS) for how in LOOPS}
     print(f"\n{json.dumps(found, indent=1)}")

@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from gpu.machine import RANKS, check_gpus
+from gpu.machine import RANKS
 from support.problems import mesh_and_placement
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._launch.launch import stop_workers
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("exact_workers")]
 
-CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 WIDTH, STEPS = 256, 9
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    """Workers whose cuBLAS repeats its bits."""
-    check_gpus(RANKS)
-    before = os.environ.get(CUBLAS)
-    stop_workers()
-    os.environ[CUBLAS] = ":4096:8"
-    try:
-        yield
-    finally:
-        stop_workers()
-        os.environ.pop(CUBLAS)
-        if before is not None:
-            os.environ[CUBLAS] = before
 
 
 class Layer(nn.Module):
@@ -53,8 +33,7 @@ class Layer(nn.Module):
 
 
 def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).float().square().mean()
-    return loss
+    return model(x).float().square().mean()
 
 
 def run(preset: str = "zero3", graphed: bool = False, planted: str = "") -> fsdp.Prints:
@@ -81,8 +60,7 @@ def run(preset: str = "zero3", graphed: bool = False, planted: str = "") -> fsdp
 
 
 def launched(**settings: Any) -> fsdp.Prints:
-    found: fsdp.Prints = launch(run, (), settings, nprocs=RANKS)[0]
-    return found
+    return launch(run, (), settings, nprocs=RANKS)[0]
 
 
 @pytest.fixture(scope="module")

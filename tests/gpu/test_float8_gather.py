@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from gpu.machine import own_gpus
+from gpu.machine import deterministic, own_gpus
 from support.commands import TORCHAO
 
 import functional_fsdp as fsdp
@@ -54,8 +54,7 @@ class Net(nn.Module):
 
 
 def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = (model(x).float() - x.float().sin()).square().mean()
-    return loss
+    return (model(x).float() - x.float().sin()).square().mean()
 
 
 def trained(in_float8: bool, way: str) -> tuple[list[float], dict[str, torch.Tensor], int, int]:
@@ -96,13 +95,10 @@ def refuse(self: fsdp.Float8Weight) -> torch.Tensor:
     raise AssertionError("a weight in float8 was cast back")
 
 
+@deterministic()
 def both(way: str) -> tuple[Any, Any]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        with patch.object(fsdp.Float8Weight, "dequantized", refuse):
-            return trained(False, way), trained(True, way)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with patch.object(fsdp.Float8Weight, "dequantized", refuse):
+        return trained(False, way), trained(True, way)
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=own_gpus if way == "symmetric" else ()) for way in WAYS])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from gpu.compared import weights_differ
-from gpu.machine import need_ranks, own_gpus
+from gpu.machine import deterministic, need_ranks, own_gpus
 from gpu.traces import recorded
 from support.problems import LOOPS
 
@@ -42,8 +42,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
-        return y
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
 
 
 class Net(nn.Module):
@@ -55,8 +54,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 def loss_fn(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -98,25 +96,22 @@ def look(state: fsdp.State) -> list[torch.Tensor]:
     return [leaf.detach().cpu().clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
+@deterministic()
 def hundred(transport: Any, graph: bool, steps: int, schedule: dict[str, Any]) -> tuple[list[Any], list[torch.Tensor]]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        state, train_step = made(transport, **schedule)
-        if graph:
-            train_step = T.cuda_graph(train_step)
-        seen = []
-        for i in range(steps):
-            x, y = device(batch(i))
-            if i == 50:
-                y = y / 0  # a step that is skipped
-            state, loss, rest = train_step(state, x, y)
-            seen.append(torch.stack([loss, rest["norm"], rest["mean"]]))
-        if graph:
-            (captured,) = train_step.graphs.values()
-            assert captured.graph is not None
-        return [s.cpu() for s in seen], look(state)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    state, train_step = made(transport, **schedule)
+    if graph:
+        train_step = T.cuda_graph(train_step)
+    seen = []
+    for i in range(steps):
+        x, y = device(batch(i))
+        if i == 50:
+            y = y / 0  # a step that is skipped
+        state, loss, rest = train_step(state, x, y)
+        seen.append(torch.stack([loss, rest["norm"], rest["mean"]]))
+    if graph:
+        (captured,) = train_step.graphs.values()
+        assert captured.graph is not None
+    return [s.cpu() for s in seen], look(state)
 
 
 def same(transport: Any, steps: int = 100, **schedule: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from gpu.machine import own_gpus
+from gpu.machine import deterministic, own_gpus
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, ScheduleError, Spec, launch
@@ -57,8 +57,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x, kind)
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 def loss_fn(model: Any, x: torch.Tensor, y: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
@@ -100,25 +99,22 @@ def kinds(which: str, step: int) -> int:
     return int(step % 7 == 6)  # "often"
 
 
+@deterministic()
 def trained(transport: Any, which: str, graph: bool, steps: int, compile: Any = False) -> Any:
-    torch.use_deterministic_algorithms(True)
-    try:
-        state, train_step = made(transport, compile, reads=True, constant=True)
-        if graph:
-            train_step = T.cuda_graph(train_step, host_reads="guard", graphs=16)
-        seen = []
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            for i in range(steps):
-                x, y, kind = batch(i, kinds(which, i))
-                if i == 16:
-                    y = y / 0  # a step that is skipped
-                state, *rest = train_step(state, x, y, kind)
-                seen.append(torch.stack(rest).cpu())
-        texts = [str(one.message) for one in said if "cuda_graph" in str(one.message)]
-        return seen, look(state), len(train_step.graphs) if graph else 0, texts, int(state.count), state.steps
-    finally:
-        torch.use_deterministic_algorithms(False)
+    state, train_step = made(transport, compile, reads=True, constant=True)
+    if graph:
+        train_step = T.cuda_graph(train_step, host_reads="guard", graphs=16)
+    seen = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for i in range(steps):
+            x, y, kind = batch(i, kinds(which, i))
+            if i == 16:
+                y = y / 0  # a step that is skipped
+            state, *rest = train_step(state, x, y, kind)
+            seen.append(torch.stack(rest).cpu())
+    texts = [str(one.message) for one in said if "cuda_graph" in str(one.message)]
+    return seen, look(state), len(train_step.graphs) if graph else 0, texts, int(state.count), state.steps
 
 
 def both(transport: Any, which: str, steps: int) -> tuple[Any, ...]:
@@ -204,8 +200,7 @@ class WithSync(nn.Module):
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.head(self.norm(self.linear(x)))
-        return y
+        return self.head(self.norm(self.linear(x)))
 
 
 def of_sync_batch_norm(graph: bool) -> tuple[list[torch.Tensor], int]:

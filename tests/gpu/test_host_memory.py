@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from gpu.machine import RANKS, check_gpus
+from gpu.machine import RANKS
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp._common.device import clone_as, in_host_memory
 from functional_fsdp._host_memory.pinned import _GONE, host_memory
-from functional_fsdp._launch.launch import stop_workers
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("fresh_workers")]
 
 WIDTH, LAYERS, STEPS = 2048, 8, 8
 HOST = "pinned_host"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    check_gpus(RANKS)
-    stop_workers()
-    yield
-    stop_workers()
 
 
 def memory_of_the_host() -> list[bool]:

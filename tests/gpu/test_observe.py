@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,28 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from gpu.machine import RANKS, check_gpus, own_gpus
+from gpu.machine import RANKS, own_gpus
 from gpu.traces import length, overlap, read, recorded
 from support.problems import mesh_and_placement
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._launch.launch import stop_workers
 from functional_fsdp._runtime.runtime import runtime_of
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("fresh_workers")]
 
 SLOW = 0.02  # seconds
 STEPS = 5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    check_gpus(RANKS)
-    stop_workers()
-    yield
-    stop_workers()
 
 
 class Slow(nn.Module):
@@ -51,8 +41,7 @@ class Slow(nn.Module):
         if self.slow and dist.get_rank() == 1:
             torch.cuda.synchronize()
             time.sleep(SLOW)
-        out: torch.Tensor = self.linear(x)
-        return out
+        return self.linear(x)
 
 
 def made(width: int, slow: bool = False) -> tuple[fsdp.State, Any]:
@@ -64,8 +53,7 @@ def made(width: int, slow: bool = False) -> tuple[fsdp.State, Any]:
 
 
 def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).float().square().mean()
-    return loss
+    return model(x).float().square().mean()
 
 
 def observed(slow: bool, folder: str, graphed: bool = False) -> dict[str, Any]:

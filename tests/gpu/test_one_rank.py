@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from gpu.machine import check_gpus
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._launch.launch import stop_workers
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("fresh_workers")]
 
-WIDTH, LAYERS, STEPS = 512, 6, 12
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    check_gpus(1)
-    stop_workers()
-    yield
-    stop_workers()
+RANKS, WIDTH, LAYERS, STEPS = 1, 512, 6, 12
 
 
 def made() -> nn.Module:
@@ -44,8 +33,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = (model(x) - x.roll(1, -1)).square().mean()
-    return loss
+    return (model(x) - x.roll(1, -1)).square().mean()
 
 
 def trained(way: str, schedule: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], bool]:

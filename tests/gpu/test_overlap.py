@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,36 +18,18 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from gpu.layers import Layer
-from gpu.machine import RANKS, check_gpus, need_ranks, own_gpus
+from gpu.machine import RANKS, check_gpus, deterministic, need_ranks, own_gpus
 from gpu.traces import Kernel, hidden, length, recorded, waits
 from support.problems import mesh_and_placement
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._launch.launch import stop_workers
 from functional_fsdp._runtime.runtime import runtime_of
 
-pytestmark = pytest.mark.timeout(400)  # the first launch of a module starts CUDA and NCCL on every rank
-
-CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("exact_workers")]  # the first starts CUDA and NCCL
 
 At = Callable[[str, int], None]  # (lane of the loop: "forward" or "backward", unit)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    """Workers whose cuBLAS repeats its bits: it reads the environment when they first use it, so they are new ones."""
-    before = os.environ.get(CUBLAS)
-    stop_workers()
-    os.environ[CUBLAS] = ":4096:8"
-    try:
-        yield
-    finally:
-        stop_workers()
-        os.environ.pop(CUBLAS)
-        if before is not None:
-            os.environ[CUBLAS] = before
 
 
 def nothing(place: str, unit: int) -> None:
@@ -243,16 +224,6 @@ class Stack(nn.Module):
 
 
 Bits = tuple[list[float], dict[str, torch.Tensor]]  # losses, weights
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    assert os.environ.get(CUBLAS) == ":4096:8", f"set {CUBLAS} before the workers start"
-    torch.use_deterministic_algorithms(True)  # besides, fills what torch.empty gives with NaN
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def start(schedule: fsdp.Schedule) -> tuple[fsdp.State, Any, list[torch.Tensor]]:

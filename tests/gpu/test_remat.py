@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from gpu.machine import deterministic
 from support.attention import CHANGES, Blocks
 
 import functional_fsdp as fsdp
@@ -22,31 +23,28 @@ MIB = 2**20
 STEPS = 8
 
 
+@deterministic()
 def trained(name: str, graph: bool, kind: Any = Blocks) -> tuple[list[float], list[torch.Tensor]]:
     """Losses and weights after some steps of two microbatches, in batches of two shapes."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        spec = fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data"))
-        state, model = fsdp.init(lambda: kind(64), spec, fsdp.adamw(lr=1e-2), seed=0)
-        changed = change_of(name)(model)
-        forward_backward = T.accumulate(T.forward_backward(changed, lambda model, x: model(x).square().mean()), 2)
+    spec = fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data"))
+    state, model = fsdp.init(lambda: kind(64), spec, fsdp.adamw(lr=1e-2), seed=0)
+    changed = change_of(name)(model)
+    forward_backward = T.accumulate(T.forward_backward(changed, lambda model, x: model(x).square().mean()), 2)
 
-        def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
-            state, loss = forward_backward(state, x)
-            return fsdp.step(state), loss
+    def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
+        state, loss = forward_backward(state, x)
+        return fsdp.step(state), loss
 
-        step = T.cuda_graph(train_step, warmup=2) if graph else train_step
-        losses = []
-        for i in range(STEPS):
-            generator = torch.Generator().manual_seed(10 * i + dist.get_rank())
-            x = torch.randn(4, 16 if i % 2 else 48, 64, generator=generator)
-            state, loss = step(state, x.to(state.count.device))
-            losses.append(loss)
-        if graph:
-            assert len(step.graphs) == 2  # type: ignore[attr-defined]
-        return [float(loss) for loss in losses], [p.cpu() for p in fsdp.full_params(state).values()]
-    finally:
-        torch.use_deterministic_algorithms(False)
+    step = T.cuda_graph(train_step, warmup=2) if graph else train_step
+    losses = []
+    for i in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * i + dist.get_rank())
+        x = torch.randn(4, 16 if i % 2 else 48, 64, generator=generator)
+        state, loss = step(state, x.to(state.count.device))
+        losses.append(loss)
+    if graph:
+        assert len(step.graphs) == 2  # type: ignore[attr-defined]
+    return [float(loss) for loss in losses], [p.cpu() for p in fsdp.full_params(state).values()]
 
 
 def change_of(name: str) -> Any:
@@ -89,8 +87,7 @@ class ChangedBlock(nn.Module):
         there, y = self.part(h)
         with torch.no_grad():
             h.mul_(2)
-        out: torch.Tensor = x + nn.functional.dropout((y * there).tanh(), 0.1)
-        return out
+        return x + nn.functional.dropout((y * there).tanh(), 0.1)
 
 
 class ChangedBlocks(nn.Module):
@@ -99,8 +96,7 @@ class ChangedBlocks(nn.Module):
         self.blocks, self.head = nn.Sequential(ChangedBlock(width), ChangedBlock(width)), nn.Linear(width, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.head(self.blocks(x))
-        return y
+        return self.head(self.blocks(x))
 
 
 @pytest.mark.parametrize("fate", ["save", "offload"])
@@ -114,41 +110,36 @@ def test_a_part_that_is_run_again_draws_again(fate: str) -> None:
             assert all(map(torch.equal, changed, weights))
 
 
+@deterministic()
 def by_hand(graph: bool) -> tuple[list[float], list[torch.Tensor]]:
     """Stages whose parts are saved and moved, without dropout: in a captured step by hand nothing is drawn again."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        spec = fsdp.Spec(fsdp.local_mesh())
-        state, _ = fsdp.init(
-            lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), spec, fsdp.sgd(lr=0.1), seed=0
-        )
-        first = T.saved(lambda w, h: (h @ w["weight"]).relu())
-        second = T.offload(lambda w, h: (h @ w["weight"].t()).tanh() + w["bias"])
-        stage = T.remat(lambda w, h: second(w, first(w, h).sigmoid()).tanh(), preserve_rng_state=False)
+    spec = fsdp.Spec(fsdp.local_mesh())
+    state, _ = fsdp.init(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), spec, fsdp.sgd(lr=0.1), seed=0)
+    first = T.saved(lambda w, h: (h @ w["weight"]).relu())
+    second = T.offload(lambda w, h: (h @ w["weight"].t()).tanh() + w["bias"])
+    stage = T.remat(lambda w, h: second(w, first(w, h).sigmoid()).tanh(), preserve_rng_state=False)
 
-        def train_step(state: fsdp.State, h: torch.Tensor) -> Any:
-            pullbacks = {}
-            for unit in state.units:
-                state, w = fsdp.unshard(state, unit)
-                h, pullbacks[unit] = T.vjp(stage, w, h)
-                state = fsdp.release(state, unit)
-            loss, dh = h.square().mean(), h
-            for unit in reversed(state.units):
-                state, w = fsdp.unshard(state, unit)
-                dw, dh = pullbacks.pop(unit)(w, dh)
-                state = fsdp.reduce(state, dw, unit)
-                state = fsdp.release(state, unit)
-            return fsdp.step(state), loss
+    def train_step(state: fsdp.State, h: torch.Tensor) -> Any:
+        pullbacks = {}
+        for unit in state.units:
+            state, w = fsdp.unshard(state, unit)
+            h, pullbacks[unit] = T.vjp(stage, w, h)
+            state = fsdp.release(state, unit)
+        loss, dh = h.square().mean(), h
+        for unit in reversed(state.units):
+            state, w = fsdp.unshard(state, unit)
+            dw, dh = pullbacks.pop(unit)(w, dh)
+            state = fsdp.reduce(state, dw, unit)
+            state = fsdp.release(state, unit)
+        return fsdp.step(state), loss
 
-        step = T.cuda_graph(train_step, warmup=2) if graph else train_step
-        losses = []
-        for i in range(5):
-            h = torch.randn(128, 64, generator=torch.Generator().manual_seed(10 * i + dist.get_rank()))
-            state, loss = step(state, h.to(state.count.device))
-            losses.append(loss)
-        return [float(loss) for loss in losses], [p.cpu() for p in fsdp.full_params(state).values()]
-    finally:
-        torch.use_deterministic_algorithms(False)
+    step = T.cuda_graph(train_step, warmup=2) if graph else train_step
+    losses = []
+    for i in range(5):
+        h = torch.randn(128, 64, generator=torch.Generator().manual_seed(10 * i + dist.get_rank()))
+        state, loss = step(state, h.to(state.count.device))
+        losses.append(loss)
+    return [float(loss) for loss in losses], [p.cpu() for p in fsdp.full_params(state).values()]
 
 
 def test_stages_by_hand_are_captured() -> None:
@@ -171,8 +162,7 @@ class Linears(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(nn.functional.gelu(self.up(x)))
-        return y
+        return self.down(nn.functional.gelu(self.up(x)))
 
 
 class Residual(nn.Module):
@@ -181,8 +171,7 @@ class Residual(nn.Module):
         self.norm, self.mlp = nn.LayerNorm(WIDTH), Linears()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.mlp(self.norm(x))
-        return y
+        return x + self.mlp(self.norm(x))
 
 
 class Residuals(nn.Module):
@@ -212,8 +201,7 @@ def peaks(graph: bool) -> dict[str, tuple[int, int, int]]:
             before = torch.cuda.memory_allocated()
             y = model(x)
             seen.append(torch.cuda.memory_allocated() - before)
-            loss: torch.Tensor = y.sum() / y.numel()
-            return loss
+            return y.sum() / y.numel()
 
         forward_backward = T.forward_backward(change(model), loss_fn)
 

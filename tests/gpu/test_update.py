@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from gpu.machine import RANKS
+from gpu.machine import RANKS, deterministic
 from gpu.traces import recorded
 
 import functional_fsdp as fsdp
@@ -69,27 +69,24 @@ def numbers(state: fsdp.State) -> list[torch.Tensor]:
 # ---------------------------------------------------------------- the same bits
 
 
+@deterministic()
 def trained(transport: str, graph: bool, clipped: bool, overlapped: bool) -> list[torch.Tensor]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        state, model, x = made(transport, overlapped)
+    state, model, x = made(transport, overlapped)
 
-        def train_step(state: fsdp.State, x: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
-            for _ in range(2):  # microbatches: an update waits for the second one's reduction
-                state, loss = gradients(state, model, x)
-            if clipped:
-                state, _ = T.clip_by_global_norm(state, 0.1)
-            return fsdp.step(state), loss
+    def train_step(state: fsdp.State, x: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
+        for _ in range(2):  # microbatches: an update waits for the second one's reduction
+            state, loss = gradients(state, model, x)
+        if clipped:
+            state, _ = T.clip_by_global_norm(state, 0.1)
+        return fsdp.step(state), loss
 
-        step: Any = T.cuda_graph(train_step) if graph else train_step
-        losses = []
-        for i in range(8):
-            state, loss = step(state, x.roll(i, 0))
-            losses.append(loss.cpu())
-        assert losses[-1] < losses[0]
-        return [*losses, *numbers(state)]
-    finally:
-        torch.use_deterministic_algorithms(False)
+    step: Any = T.cuda_graph(train_step) if graph else train_step
+    losses = []
+    for i in range(8):
+        state, loss = step(state, x.roll(i, 0))
+        losses.append(loss.cpu())
+    assert losses[-1] < losses[0]
+    return [*losses, *numbers(state)]
 
 
 def differ(transport: str, graph: bool, clipped: bool) -> int:

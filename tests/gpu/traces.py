@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Call", "Kernel", "Trace", "hidden", "length", "overlap", "read", "recorded", "union", "waits"]
-
 Interval = tuple[float, float]  # from, to
 
 RUNTIME_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
