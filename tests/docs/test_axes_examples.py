@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import context_parallel
@@ -20,6 +22,12 @@ STEPS = [2, pytest.param(20, marks=pytest.mark.large)]
 NAMES = ("tensor_parallel.py", "context_parallel.py", "expert_parallel.py", "pipeline.py")
 
 
+@cache
+def whole(main: Callable[..., Any], args: tuple[Any, ...], ranks: int) -> tuple[list[float], Tree]:
+    """Losses and weights of the model that is not cut, or less."""
+    return launch(main, args, nprocs=ranks, simulate=True)[0]
+
+
 def alike(found: list[Any], losses: list[float], weights: Tree) -> None:
     for seen, whole in found:
         assert seen == pytest.approx(losses, abs=1e-9)
@@ -36,7 +44,7 @@ def test_an_example_is_short(name: str) -> None:
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.large)])
 def test_tensor_parallel(ranks: int, steps: int) -> None:
     """tp 2 and 4, beside tp 1."""
-    right = launch(tensor_parallel.main, (steps, 2, D), nprocs=2, simulate=True)[0]
+    right = whole(tensor_parallel.main, (steps, 2, D), 2)
     alike(launch(tensor_parallel.main, (steps, 2, D), nprocs=ranks, simulate=True), *right)
 
 
@@ -44,18 +52,17 @@ def test_tensor_parallel(ranks: int, steps: int) -> None:
 @pytest.mark.parametrize("how", ["ring", "ulysses"])
 def test_context_parallel(how: str, steps: int) -> None:
     """cp 2 and 4 by either way, beside plain attention on one rank of each row."""
-    right = launch(context_parallel.main, (steps, "ulysses", 2, D), nprocs=2, simulate=True)[0]
-    alike(launch(context_parallel.main, (steps, how, 2, D), nprocs=4, simulate=True), *right)
-    right = launch(context_parallel.main, (steps, "ulysses", 1, D), nprocs=1, simulate=True)[0]
-    alike(launch(context_parallel.main, (steps, how, 1, D), nprocs=4, simulate=True), *right)
+    for rows in (2, 1):
+        right = whole(context_parallel.main, (steps, "ulysses", rows, D), rows)
+        alike(launch(context_parallel.main, (steps, how, rows, D), nprocs=4, simulate=True), *right)
 
 
 @pytest.mark.parametrize("steps", STEPS)
 def test_expert_parallel(steps: int) -> None:
     """data 2 × ep 2, and data 1 × ep 4, beside all experts on every one of 4 ranks."""
-    right = launch(expert_parallel.main, (steps, 4, D), nprocs=4, simulate=True)[0]
-    alike(launch(expert_parallel.main, (steps, 2, D), nprocs=4, simulate=True), *right)
-    alike(launch(expert_parallel.main, (steps, 1, D), nprocs=4, simulate=True), *right)
+    right = whole(expert_parallel.main, (steps, 4, D), 4)
+    for rows in (2, 1):
+        alike(launch(expert_parallel.main, (steps, rows, D), nprocs=4, simulate=True), *right)
 
 
 def plain_stages(steps: int, data: int) -> tuple[list[float], list[Tree]]:
@@ -88,8 +95,7 @@ def test_pipeline(simulated: bool, steps: int) -> None:
     alike(found[2:], losses, weights[1])
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel", pytest.param("expert_parallel", marks=pytest.mark.large)])
-def test_on_processes(name: str) -> None:
-    main = {"tensor_parallel": tensor_parallel.main, "expert_parallel": expert_parallel.main}[name]
-    right = launch(main, (2, 2, D), nprocs=4, simulate=True)[0]
-    alike(launch(main, (2, 2, D), nprocs=4), *right)
+@pytest.mark.large  # `make test` has the pipeline's
+@pytest.mark.parametrize("example", [tensor_parallel, expert_parallel], ids=lambda example: example.__name__)
+def test_on_processes(example: Any) -> None:
+    alike(launch(example.main, (2, 2, D), nprocs=4), *whole(example.main, (2, 2, D), 4))

@@ -104,8 +104,7 @@ def test_an_equilibrium_has_the_gradient_of_its_iteration() -> None:
 
 
 def losses_of(model: Any, data: Batch) -> torch.Tensor:
-    losses: torch.Tensor = (model(data[0]) - data[1]).square().mean(1)
-    return losses
+    return (model(data[0]) - data[1]).square().mean(1)
 
 
 def scores() -> float:

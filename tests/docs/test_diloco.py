@@ -35,8 +35,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 
 def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = (model(x) - x[:, :3].sin()).square().mean()
-    return loss
+    return (model(x) - x[:, :3].sin()).square().mean()
 
 
 def plainly(wire: Any = None) -> Iterator[list[Tree]]:

@@ -63,8 +63,7 @@ class Model(nn.Module):
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             h = block(h)
-        out: torch.Tensor = self.head(h)
-        return out
+        return self.head(h)
 
 
 class Generates(Model):

@@ -1,5 +1,5 @@
-"""The examples as a user runs them: as commands, in processes of their own, with warnings as errors. Those that show
-something else than how they are started run in this process."""
+"""The examples as a user runs them: as commands, in processes of their own, with warnings as errors. In `make test` all
+but one run in this process, and their ranks are forked where torch is imported already."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _report import Log
 from safetensors.torch import load_file
-from support.commands import EXAMPLES, command, here
+from support.commands import EXAMPLES, as_command, command, here
+from support.tables import FULL
 from support.watched import SCRIPT as WATCHED
 from support.watched import hashes, windows
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -34,7 +35,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 
-PYTHON = [sys.executable, "-W", "error"]
+PYTHON = [sys.executable, "-W", "error"] if FULL else None  # None: in this process
 DROPOUT = ("--dropout", "0.1")
 
 
@@ -65,6 +66,14 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     """A run of 2 ranks without interruption; tests that change its folder work on a copy."""
     out = tmp_path_factory.mktemp("straight")
     return out, train(out, "--ranks", "2", *DROPOUT)
+
+
+LATER = [pytest.param(f"{one}.py", marks=pytest.mark.large) for one in ("by_hand", "lion", "moe")]
+
+
+@pytest.mark.parametrize("script", ["planning.py", *LATER])
+def test_an_example_is_a_command(script: str) -> None:
+    assert as_command(script)
 
 
 def test_train_gpt_learns_and_leaves_its_figures(straight: tuple[Path, dict[str, Any]]) -> None:
@@ -209,7 +218,7 @@ def test_train_gpt_equals_unsharded_training(tmp_path: Path) -> None:
     assert "check      largest differences from unsharded training" in figures["printed"]
 
 
-FULL = ("--lora", "0", "--accumulate", "2", "--remat")
+WHOLE = ("--lora", "0", "--accumulate", "2", "--remat")
 TINY: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "bos_token_id": None, "eos_token_id": None,
@@ -231,7 +240,7 @@ def finetuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
     out = tmp_path_factory.mktemp("finetuned")
     transformers.LlamaConfig(**TINY).save_pretrained(out / "model")
-    return out, finetune(out, "--model", out / "model", *FULL, "--ranks", "2", "--save", out / "saved", by=None)
+    return out, finetune(out, "--model", out / "model", *WHOLE, "--ranks", "2", "--save", out / "saved", by=None)
 
 
 def saved_model(folder: Path) -> Any:
@@ -282,7 +291,7 @@ def test_a_rank_of_finetune_hf_is_killed_and_torchrun_goes_on_with_the_same_bits
     import transformers
 
     transformers.LlamaConfig(**TINY, attention_dropout=0.1).save_pretrained(tmp_path / "model")
-    flags: list[Any] = ["--model", tmp_path / "model", *FULL]
+    flags: list[Any] = ["--model", tmp_path / "model", *WHOLE]
     straight = finetune(tmp_path / "straight", *flags, "--ranks", "2")
     (tmp_path / "watched").mkdir()
     by, env = [*torchrun(2, "--max-restarts", "2"), str(WATCHED)], {"WATCHED": str(tmp_path / "watched")}
@@ -299,7 +308,7 @@ def test_finetune_hf_resumes_with_the_same_losses_on_another_number_of_processes
 ) -> None:
     out = tmp_path / "out"
     stopped_after_step_4(finetuned[0], out)
-    figures = finetune(out, "--model", out / "model", *FULL, "--resume", by=torchrun(ranks))
+    figures = finetune(out, "--model", out / "model", *WHOLE, "--resume", by=torchrun(ranks))
     assert "resumed    after step 4" in figures["printed"]
     assert figures["losses"] == pytest.approx(finetuned[1]["losses"], abs=1e-5)
     assert figures["held_out"] == pytest.approx(finetuned[1]["held_out"], abs=1e-5)
@@ -383,8 +392,7 @@ class Two(torch.nn.Module):
         self.first, self.second = torch.nn.Linear(5, 7), torch.nn.Linear(7, 3, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.second(self.first(x))
-        return out
+        return self.second(self.first(x))
 
 
 def fsdp2(folder: str) -> dict[str, torch.Tensor]:

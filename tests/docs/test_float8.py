@@ -47,8 +47,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 
 def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = (model(x).float() - torch.sin(x).repeat(1, 2)).square().mean()
-    return loss
+    return (model(x).float() - torch.sin(x).repeat(1, 2)).square().mean()
 
 
 def sharded(preset: str, compile: Any) -> tuple[list[float], dict[str, torch.Tensor]]:

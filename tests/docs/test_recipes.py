@@ -58,8 +58,7 @@ def batch(step: int, rank: int, n: int = 6) -> Batch:
 
 
 def loss_fn(model: Any, data: Batch) -> torch.Tensor:
-    loss: torch.Tensor = (model(data[0]) - data[1]).square().mean()
-    return loss
+    return (model(data[0]) - data[1]).square().mean()
 
 
 def spec_of(preset: str, **more: Any) -> fsdp.Spec:
@@ -541,8 +540,7 @@ class Velocity(torch.nn.Module):
     def forward(self, z: torch.Tensor, r: torch.Tensor | None = None, t: torch.Tensor | None = None) -> torch.Tensor:
         times = z.new_zeros(*z.shape[:-1], 2) if r is None or t is None else torch.cat([r, t], -1)
         h = torch.tanh(self.inp(torch.cat([z, times], -1)))
-        out: torch.Tensor = self.out(h + torch.tanh(self.mid(h)))
-        return out
+        return self.out(h + torch.tanh(self.mid(h)))
 
 
 def by_inputs(name: str) -> list[float]:
