@@ -11,8 +11,6 @@ import torch.nn.functional as F
 
 from functional_fsdp import transforms as T
 
-__all__ = ["CALLS", "CHANGES", "Blocks", "calls_of"]
-
 CALLS: Counter[str] = Counter()
 DEPTH = 3
 
@@ -31,8 +29,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         called("attn")
         q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).split(x.shape[-1], -1))
-        y: torch.Tensor = self.out(F.dropout(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2), 0.1))
-        return y
+        return self.out(F.dropout(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2), 0.1))
 
 
 class Mlp(nn.Module):
@@ -42,8 +39,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         called("mlp")
-        y: torch.Tensor = self.down(self.drop(F.gelu(self.up(x))))
-        return y
+        return self.down(self.drop(F.gelu(self.up(x))))
 
 
 class AttentionBlock(nn.Module):
@@ -60,8 +56,7 @@ class AttentionBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         called("block")
         x = x + self.drop(self.attn(self.norm(x)) * self.scale)
-        y: torch.Tensor = x + self.drop(self.mlp(self.after(x)).tanh())
-        return y
+        return x + self.drop(self.mlp(self.after(x)).tanh())
 
 
 class Blocks(nn.Module):
@@ -73,8 +68,7 @@ class Blocks(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 #: what is made of a model, by name, and how often block, attention and MLP run for each call of a block

@@ -9,8 +9,6 @@ import torch
 from functional_fsdp._io.conversions import Conversions
 from functional_fsdp._io.pieces import blocks, pieces
 
-__all__ = ["written"]
-
 
 def written(held: Mapping[str, torch.Tensor], convert: Conversions, cuts: int = 3) -> dict[str, torch.Tensor]:
     """What files hold of leaves in memory, each written by so many runs."""

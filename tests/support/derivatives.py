@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
-__all__ = ["WIDTH", "Net", "Random", "numbers"]
-
 WIDTH = 4
 Field = Callable[[torch.Tensor], torch.Tensor]  # [WIDTH] -> [WIDTH]
 
@@ -59,8 +57,7 @@ class Net(nn.Module):
         for block in self.blocks:
             x, h = block(x, shift)
             shift = h[..., :WIDTH]
-        y: torch.Tensor = self.head(x) * self.scale
-        return y
+        return self.head(x) * self.scale
 
 
 class Random:
@@ -126,8 +123,7 @@ def _dual(f: Field) -> Field:
 def _twice(f: Field) -> Field:
     def both(x: torch.Tensor) -> torch.Tensor:
         y, back = vjp(f, x)  # type: ignore[misc]
-        total: torch.Tensor = back(y)[0] + back(x)[0]
-        return total
+        return back(y)[0] + back(x)[0]
 
     return both
 
@@ -135,8 +131,7 @@ def _twice(f: Field) -> Field:
 def _along(f: Field) -> Field:
     def both(x: torch.Tensor) -> torch.Tensor:
         y, moved = jvp(f, (x,), (x.cos(),))  # type: ignore[misc]
-        total: torch.Tensor = y + moved.sin()
-        return total
+        return y + moved.sin()
 
     return both
 

@@ -65,8 +65,7 @@ def llama() -> nn.Module:
         hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=VOCAB, max_position_embeddings=LENGTH, tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
-    found: nn.Module = LlamaForCausalLM(config).double()
-    return found
+    return LlamaForCausalLM(config).double()
 
 
 def llama_loss(model: Any, data: Data) -> torch.Tensor:

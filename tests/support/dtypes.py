@@ -80,13 +80,11 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = x + layer(x).tanh()
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).float().square().mean()
-    return loss
+    return model(x).float().square().mean()
 
 
 def everyone(value: Any) -> list[Any]:

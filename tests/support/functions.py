@@ -11,8 +11,6 @@ import torch
 import torch.nn as nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["KINDS", "PLACES", "Placed"]
-
 
 class Explicit(torch.autograd.Function):
     """Saves what it is given, and an input that is no tensor."""
@@ -147,8 +145,7 @@ class Placed(nn.Module):
         self.b.bias = self.norm.bias
 
     def given(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = KINDS[self.kind].apply(x, w, None, 0.5)
-        return out
+        return KINDS[self.kind].apply(x, w, None, 0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if "first" in self.places:  # what it is given beside the weight needs no gradient

@@ -21,8 +21,6 @@ from functional_fsdp import extend
 from functional_fsdp.transforms._remat import moves
 from functional_fsdp.transforms._uses import USES
 
-__all__ = ["LateLane", "late_lane"]
-
 RUBBISH = 0x7F  # as float32 it is 3.4e38
 
 

@@ -17,8 +17,6 @@ from functional_fsdp import transforms as T
 
 from .problems import mesh_and_placement
 
-__all__ = ["LABELS", "batch", "begun", "differ", "reference", "step_of", "trained"]
-
 Tree = dict[str, torch.Tensor]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95

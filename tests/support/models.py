@@ -50,8 +50,7 @@ def hf(model: str, config: str, settings: dict[str, Any], checkpointing: bool = 
         if checkpointing:
             new = hasattr(made, "activation_checkpointing_enable")  # its name in older versions of the package
             getattr(made, "activation_checkpointing_enable" if new else "gradient_checkpointing_enable")()
-        found: nn.Module = made
-        return found
+        return made
 
     return make
 
@@ -75,8 +74,7 @@ def image(g: torch.Generator) -> Batch:
 
 def own_loss(model: Any, batch: Batch) -> torch.Tensor:
     """Hugging Face models know their loss."""
-    loss: torch.Tensor = model(**batch).loss
-    return loss
+    return model(**batch).loss
 
 
 ATTENTION = {"num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 12}
@@ -102,8 +100,7 @@ class Translator(nn.Module):
         self.head = nn.Linear(8, VOCABULARY)
 
     def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.body(self.embed(source), tgt=self.embed(target)))
-        return logits
+        return self.head(self.body(self.embed(source), tgt=self.embed(target)))
 
 
 class Recurrent(nn.Module):
@@ -115,8 +112,7 @@ class Recurrent(nn.Module):
 
     def forward(self, source: torch.Tensor) -> torch.Tensor:
         out, (hidden, cell) = self.rnn(self.embed(source))
-        logits: torch.Tensor = self.head(out) + hidden.mean() * cell.mean()
-        return logits
+        return self.head(out) + hidden.mean() * cell.mean()
 
 
 class Residual(nn.Module):
@@ -131,8 +127,7 @@ class Residual(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
         y += x
-        out: torch.Tensor = self.relu(y)
-        return out
+        return self.relu(y)
 
 
 class ResNet(nn.Module):
@@ -145,8 +140,7 @@ class ResNet(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layers(self.relu(self.stem(x)))
-        logits: torch.Tensor = self.head(x.mean((2, 3)))
-        return logits
+        return self.head(x.mean((2, 3)))
 
 
 # ---------------------------------------------------------------- awkward ones
@@ -158,8 +152,7 @@ class Layer(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 12), nn.Linear(12, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return y
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
     def squeeze(self, x: torch.Tensor) -> torch.Tensor:
         """An entry point other than forward."""
@@ -191,8 +184,7 @@ class Twice(Stack):
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         x = super().run(x)
-        again: torch.Tensor = self.layers[0](x)
-        return again
+        return self.layers[0](x)
 
 
 class Never(Stack):
@@ -238,8 +230,7 @@ class Checkpointed(Stack):
         return x
 
     def forward(self, source: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.norm(self.run(self.embed(source) + self.start)))
-        return logits
+        return self.head(self.norm(self.run(self.embed(source) + self.start)))
 
 
 class Adapter(nn.Module):
@@ -252,8 +243,7 @@ class Adapter(nn.Module):
         self.b = nn.Parameter(torch.randn(base.out_features, 2) * 0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.base(x) + x @ self.a.T @ self.b.T
-        return y
+        return self.base(x) + x @ self.a.T @ self.b.T
 
 
 def adapted(only: int | None = None) -> nn.Module:
@@ -299,8 +289,7 @@ class Containers(nn.Module):
             assert out.name == "layer"
             x = out.hidden * out.extra["gain"]
             total = total + out.extra["list"][2][0].double()
-        logits: torch.Tensor = self.head(x) + total
-        return logits
+        return self.head(x) + total
 
 
 class Routed(nn.Module):
@@ -315,8 +304,7 @@ class Routed(nn.Module):
         y = self.norm(x)
         scores = self.router(y).mean((0, 1)).softmax(-1)
         best = int(scores.argmax())
-        out: torch.Tensor = x + self.mix(self.experts[best](y) * scores[best])
-        return out
+        return x + self.mix(self.experts[best](y) * scores[best])
 
 
 def source(g: torch.Generator) -> Batch:

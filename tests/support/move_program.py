@@ -11,8 +11,6 @@ from functional_fsdp import extend
 from functional_fsdp.transforms._remat.moves import MovedTensor, MoveGroup
 from functional_fsdp.transforms._uses import USES
 
-__all__ = ["MoveProgram", "Pass"]
-
 
 class Pass:
     """Who drives a pass: what is known of one is wrong of the next."""

@@ -45,8 +45,7 @@ class PeerModel(nn.Module):
         x = x + self.gate(x) * self.scale.to(x.dtype)
         for block in self.blocks:
             x = block(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 def batch_of(step: int, rank: int) -> torch.Tensor:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functional_fsdp as fsdp
 
-__all__ = ["AXES", "PRESETS", "TWO_AXES", "placement_of", "ranks_of"]
-
 AXES = {
     "ddp": ("data",),
     "zero1": ("data",),
@@ -19,8 +17,7 @@ TWO_AXES = tuple(preset for preset, axes in AXES.items() if len(axes) == 2)
 
 
 def placement_of(preset: str) -> fsdp.Placement:
-    placement: fsdp.Placement = getattr(fsdp, preset)(*AXES[preset])
-    return placement
+    return getattr(fsdp, preset)(*AXES[preset])
 
 
 def ranks_of(preset: str, otherwise: int = 2) -> int:

@@ -11,8 +11,6 @@ import functional_fsdp as fsdp
 
 from .tables import FULL
 
-__all__ = ["launch"]
-
 T = TypeVar("T")
 EACH = 12  # calls, of which one is made on processes
 

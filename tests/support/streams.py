@@ -35,8 +35,6 @@ from functional_fsdp._runtime import lanes as stream_lanes
 from functional_fsdp._runtime import runtime
 from functional_fsdp._runtime.lanes import STREAMS, StreamLanes
 
-__all__ = ["WAYS", "Order", "Ordered", "ordered", "trained"]
-
 Clock = dict[str, int]
 What = tuple[Any, ...]  # an operation, and the shape
 COMPUTE = "compute"
@@ -262,8 +260,7 @@ WAYS = ("", "microbatches", "lacking", "skipping", "clipping", "matrices", "from
 
 def part_of(model: Any, data: Any) -> torch.Tensor:
     """Some units get no gradient."""
-    found: torch.Tensor = model.tail(model.head(model.blocks[1](model.embed(data[0])))).float().square().mean()
-    return found
+    return model.tail(model.head(model.blocks[1](model.embed(data[0])))).float().square().mean()
 
 
 def trained(

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["FULL", "covering", "each", "marked", "product"]
-
 Row = tuple[Any, ...]
 FULL = os.environ.get("LAWS") == "full"  # `make test-all` and `make laws`: sizes and numbers of examples, too
 

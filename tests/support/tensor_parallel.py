@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -115,8 +114,7 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loss_fn(model: Any, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    loss: torch.Tensor = model(*data)
-    return loss
+    return model(*data)
 
 
 def plain() -> GPT:
@@ -162,6 +160,3 @@ def rank_on(mesh: Any, axes: tuple[str, ...]) -> int:
     for axis in axes:
         at = at * mesh[axis].size() + mesh.get_local_rank(axis)
     return at
-
-
-__all__ = ["GPT", "batch", "cut", "dist", "loss_fn", "own", "plain", "rank_on", "whole_losses"]

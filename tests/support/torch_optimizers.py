@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["ByParameter"]
-
 
 class ByParameter(torch.optim.Optimizer):
     """Changes each parameter by itself, as a subclass says."""

@@ -20,8 +20,7 @@ class Net(nn.Module):
 
 
 def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = (model(x).float() - x.float().sin()).square().mean()
-    return loss
+    return (model(x).float() - x.float().sin()).square().mean()
 
 
 def batch(step: int, rank: int) -> torch.Tensor:

@@ -83,8 +83,7 @@ def tried(template: fsdp.State, folder: Path) -> tuple[str, fsdp.State | None]:
 
 
 def note_of(folder: Path) -> dict[str, Any]:
-    note: dict[str, Any] = json.loads((folder / "layout.json").read_text())
-    return note
+    return json.loads((folder / "layout.json").read_text())
 
 
 def rewrite(folder: Path, **changes: Any) -> None:

@@ -41,8 +41,7 @@ class Net(nn.Module):
         self.w = nn.Parameter(torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.b(self.a(x).tanh()) * self.w
-        return y
+        return self.b(self.a(x).tanh()) * self.w
 
 
 def total(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -80,8 +79,7 @@ class Twice(nn.Module):
             self.b.weight = self.a.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.b(self.a(x))
-        return y
+        return self.b(self.a(x))
 
 
 TIED_WAYS: dict[str, Any] = {
@@ -436,8 +434,7 @@ def test_inputs_are_cast_by_rule() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             seen.append(x.dtype)
-            y: torch.Tensor = self.up(self.norm(x.float()).to(x.dtype))
-            return y
+            return self.up(self.norm(x.float()).to(x.dtype))
 
     seen: list[torch.dtype] = []
     module = nn.Sequential(Part(), Part())
@@ -468,8 +465,7 @@ class Scaled(nn.Module):
         self.up, self.gain = nn.Linear(4, 4), nn.Parameter(torch.full((4,), 2.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.up(x).tanh()
-        return y
+        return self.up(x).tanh()
 
 
 class Tower(nn.Module):
@@ -943,8 +939,7 @@ class Around(nn.Module):
         h = self.a(x)
         y = self.b(h)
         (h if self.which == "input" else y).mul_(2.0)
-        out: torch.Tensor = self.c(h + y.view(h.shape))
-        return out
+        return self.c(h + y.view(h.shape))
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, lambda model: T.remat(model, "b")], ids=["", "remat"])
@@ -1005,8 +1000,7 @@ class Features(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.hides(self.before(x))
         h = out.h if isinstance(out, Opaque) else out if self.hides.how == "seen" else self.hides.kept[0]
-        y: torch.Tensor = self.last(self.after(h).tanh())
-        return y
+        return self.last(self.after(h).tanh())
 
 
 @pytest.mark.parametrize("frozen", ["", "hides.*", "hides.first.*"])
@@ -1214,8 +1208,7 @@ class Remade(nn.Module):
         self.part = nn.Sequential(nn.Tanh(), nn.Linear(4, 4, bias=self.keeps))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.part(x * self.w)
-        return out
+        return self.part(x * self.w)
 
 
 def test_modules_that_make_a_part_anew_when_they_are_copied() -> None:
@@ -1237,8 +1230,7 @@ class Assigns(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.n = self.n + 1
-        out: torch.Tensor = self.a(x).tanh()
-        return out
+        return self.a(x).tanh()
 
 
 def test_a_buffer_that_is_assigned_within_nested_transforms_is_a_plain_tensor() -> None:

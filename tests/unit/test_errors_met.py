@@ -17,8 +17,7 @@ Case = Callable[[], Any]
 
 
 def mean_square(model: Any, x: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = model(x).square().mean()
-    return found
+    return model(x).square().mean()
 
 
 def state_of(model: nn.Module, **spec: Any) -> fsdp.State:
@@ -27,8 +26,7 @@ def state_of(model: nn.Module, **spec: Any) -> fsdp.State:
 
 class Recurrent(nn.LSTM):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        out: torch.Tensor = super().forward(x)[0]
-        return out
+        return super().forward(x)[0]
 
 
 class Mixes(nn.Module):
@@ -38,8 +36,7 @@ class Mixes(nn.Module):
         self.register_buffer("table", torch.ones(4, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.up(x) @ self.table
-        return out
+        return self.up(x) @ self.table
 
 
 def drop() -> nn.Module:
@@ -150,8 +147,7 @@ def kept_weight() -> Any:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             kept.append(self.scale)
-            out: torch.Tensor = self.up(x) * self.scale
-            return out
+            return self.up(x) * self.scale
 
     state = state_of(Keeps(), units=["up", "scale"])
     fsdp.drop_gradients(T.apply(Keeps())(state, torch.ones(2, 4))[0])
@@ -284,8 +280,7 @@ class Breaks(nn.Module):
         self.up = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.up(x).amax() + (x @ x if len(x) == 3 else 0)
-        return out
+        return self.up(x).amax() + (x @ x if len(x) == 3 else 0)
 
 
 @pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="exceptions have notes from Python 3.11 on")

@@ -150,8 +150,7 @@ class Net(nn.Module):
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(nn.functional.gelu(self.up(x)))
-        return y
+        return self.down(nn.functional.gelu(self.up(x)))
 
 
 class Returning(Net):
@@ -160,8 +159,7 @@ class Returning(Net):
 
 
 def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).square().mean()
-    return loss
+    return model(x).square().mean()
 
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
@@ -190,8 +188,7 @@ def whole(state: fsdp.State, model: nn.Module) -> tuple[fsdp.State, torch.Tensor
 
 
 def driven(state: fsdp.State, model: nn.Module, **options: Any) -> tuple[fsdp.State, torch.Tensor]:
-    found: tuple[fsdp.State, torch.Tensor] = T.forward_backward(model, loss_fn, **options)(state, X)
-    return found
+    return T.forward_backward(model, loss_fn, **options)(state, X)
 
 
 @pytest.mark.parametrize(

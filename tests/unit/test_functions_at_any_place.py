@@ -19,8 +19,7 @@ X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
 
 
 def mean(model: Any, x: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = model(x).square().mean()
-    return out
+    return model(x).square().mean()
 
 
 def moved(module: nn.Module, preset: str = "zero3", transform: Any = lambda model: model, **how: Any) -> Any:
@@ -78,8 +77,7 @@ class Adjoint(torch.autograd.Function):
     def forward(ctx: Any, f: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.f = f
         ctx.save_for_backward(x, *weights)
-        out: torch.Tensor = x + f(x)
-        return out
+        return x + f(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -97,8 +95,7 @@ class Leaves(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, f: nn.Module) -> torch.Tensor:
         ctx.f = f
         ctx.save_for_backward(x)
-        out: torch.Tensor = f(x)
-        return out
+        return f(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -128,8 +125,7 @@ def inner_step(m: Any, x: torch.Tensor) -> torch.Tensor:
     loss = torch.func.functional_call(m.b, weights, (x,)).square().mean()
     grads = torch.autograd.grad(loss, [*weights.values()], create_graph=True)
     stepped = {path: w - 0.1 * grad for (path, w), grad in zip(weights.items(), grads, strict=True)}
-    out: torch.Tensor = m.a(torch.func.functional_call(m.b, stepped, (x,)))
-    return out
+    return m.a(torch.func.functional_call(m.b, stepped, (x,)))
 
 
 def dual(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -185,8 +181,7 @@ def test_transforms_inside_a_model_are_right_with_and_without_second_order(what:
 @pytest.mark.parametrize("what", ["a unit", "a weight"])
 def test_gradients_that_go_into_the_weights_themselves_are_refused(what: str, second_order: bool) -> None:
     def does(m: Any, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = Leaves.apply(m.a(x), m.b if what == "a unit" else lambda h: h * m.w)
-        return out
+        return Leaves.apply(m.a(x), m.b if what == "a unit" else lambda h: h * m.w)
 
     params, model = fsdp.functionalize(Takes(does))
     state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), units=["a", "b", "norm"]), fsdp.sgd(lr=0.1))
@@ -203,8 +198,7 @@ def test_a_function_inside_a_unit_may_call_the_unit_again() -> None:
             self.f = nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = Adjoint.apply(self.f, x, *self.f.parameters())
-            return out
+            return Adjoint.apply(self.f, x, *self.f.parameters())
 
     module = Takes(lambda m, x: m.norm(m.b(m.a(x))))
     module.b = nn.Sequential(Inner(), nn.Tanh())
@@ -216,8 +210,7 @@ def test_a_gradient_of_no_weight_may_be_taken_inside() -> None:
     def does(m: Any, x: torch.Tensor) -> torch.Tensor:
         z = x.detach().clone().requires_grad_()
         (grad,) = torch.autograd.grad(z.square().sum(), z)
-        out: torch.Tensor = m.norm(m.b(m.a(torch.func.vmap(lambda row: row.exp())(grad)))) * m.w
-        return out
+        return m.norm(m.b(m.a(torch.func.vmap(lambda row: row.exp())(grad)))) * m.w
 
     got, want = moved(Takes(does))
     torch.testing.assert_close(got, {path: p.detach() for path, p in want.items()})

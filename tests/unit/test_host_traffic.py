@@ -283,8 +283,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
 def a_module(name: str) -> Callable[[], bool]:
     module = types.ModuleType(name)
     exec("import torch\ndef asks():\n    return torch.cuda.is_current_stream_capturing()", module.__dict__)
-    asks: Callable[[], bool] = module.asks
-    return asks
+    return module.asks
 
 
 @pytest.mark.usefixtures("capturing")

@@ -37,8 +37,7 @@ def init(make: Callable[[], nn.Module], *, seed: int = 0, optimizer: Any = None,
 
 
 def values(make: Callable[[], nn.Module], **kwargs: Any) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = fsdp.full_params(init(make, **kwargs)[0])
-    return found
+    return fsdp.full_params(init(make, **kwargs)[0])
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -93,8 +92,7 @@ class GPT(nn.Module):
         h = self.wte(ids) + self.pos[: ids.shape[1]]
         for block in self.blocks:
             h = block(h)
-        out: torch.Tensor = self.head(h)
-        return out
+        return self.head(h)
 
 
 # -------------------------------------------------------------------------------- structure

@@ -214,8 +214,7 @@ def test_functions_that_cannot_go_on_with_the_copy_are_refused() -> None:
     class Closes(Local):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             kept["a"] = self.a(x)
-            out: torch.Tensor = kept["a"]
-            return out
+            return kept["a"]
 
     assert fsdp.functionalize(Closes())  # it is nobody's but the class's
     module = Closes()
@@ -825,8 +824,7 @@ def test_where_it_would_be_lost_it_is_refused(long: bool) -> None:
     h = torch.ones(3, 2)
 
     def loss(bound: Any, h: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = bound(h).sum()
-        return out
+        return bound(h).sum()
 
     for persistent in (True, False):
         module = Assigns(persistent)
@@ -1130,8 +1128,7 @@ def test_as_module_computes_in_a_backward(how: str) -> None:
                 h = checkpoint(self.block, x, use_reentrant=False)
             else:
                 h = self.block(x)
-            out: torch.Tensor = self.head(h).square().sum()
-            return out
+            return self.head(h).square().sum()
 
     module, x = Runs(), torch.randn(3, 4)
     params, skeleton = fsdp.functionalize(module)
@@ -1186,8 +1183,7 @@ def test_modules_that_another_library_has_taken_over() -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     def looks(name: str, home: str) -> nn.Module:
-        made: nn.Module = type(name, (nn.Module,), {"__module__": home})()
-        return made
+        return type(name, (nn.Module,), {"__module__": home})()
 
     fsdp.local_mesh()
     taken: dict[str, Any] = {

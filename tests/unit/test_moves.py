@@ -55,8 +55,7 @@ def test_random_programs(block: int, lane: LateLane) -> None:
 
 def blocks(offload: Any) -> Any:
     def block(w: Any, h: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = h + offload((h @ w["up"]).relu() @ w["down"])
-        return y
+        return h + offload((h @ w["up"]).relu() @ w["down"])
 
     return block
 

@@ -34,8 +34,7 @@ class Net(nn.Module):
 
 
 def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = model(x).float().square().mean()
-    return out
+    return model(x).float().square().mean()
 
 
 def rows(n: int = ROWS) -> torch.Tensor:

@@ -158,8 +158,7 @@ def test_an_output_that_is_changed_in_place_in_each_recomputation(fate: str) -> 
         def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
             y = part(w, h * 1.0)
             y += 1
-            out: torch.Tensor = y.sin().exp()
-            return out
+            return y.sin().exp()
 
         return stage
 
@@ -191,8 +190,7 @@ def test_of_several_outputs_some_are_changed_in_place(fate: str) -> None:
             y += 1
             z *= y
             first.mul_(2)
-            out: torch.Tensor = (y.sin() + z.cos()) * some.sum().sin() * torch.cat([first.sin(), second.exp()], -1)
-            return out
+            return (y.sin() + z.cos()) * some.sum().sin() * torch.cat([first.sin(), second.exp()], -1)
 
         return stage
 

@@ -27,8 +27,7 @@ def lane() -> Iterator[LateLane]:
 
 
 def mean_square(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).square().mean()
-    return loss
+    return model(x).square().mean()
 
 
 def trained(
@@ -78,8 +77,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.part(self.before(x).tanh())
-        out: torch.Tensor = self.after(self.use(y.sin())).tanh()
-        return out
+        return self.after(self.use(y.sin())).tanh()
 
     def use(self, y: torch.Tensor) -> torch.Tensor:
         return y
@@ -152,8 +150,7 @@ def test_what_is_computed_again_twice_finds_buffers_as_they_were() -> None:
     def penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
         x = x.clone().requires_grad_()
         (dx,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        loss: torch.Tensor = dx.square().mean()
-        return loss
+        return dx.square().mean()
 
     found = []
     for change in (lambda m: m, lambda m: T.remat(m, "*"), lambda m: T.remat(m, "*", save=("part",))):
@@ -285,8 +282,7 @@ def test_a_part_that_is_run_again_takes_the_kernels_of_its_forward(fate: str) ->
             self.attend = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.attend(x, x, x, need_weights=False)[0]
-            return y
+            return self.attend(x, x, x, need_weights=False)[0]
 
     class InPlace(Block):
         def __init__(self) -> None:
@@ -298,8 +294,7 @@ def test_a_part_that_is_run_again_takes_the_kernels_of_its_forward(fate: str) ->
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.part(self.before(x).tanh()[None])
             y += 1
-            out: torch.Tensor = self.after(y.sin()).tanh()[0]
-            return out
+            return self.after(y.sin()).tanh()[0]
 
     same(lambda: two(InPlace), fate, train=False)
 
@@ -308,8 +303,7 @@ def test_a_part_that_is_run_again_takes_the_kernels_of_its_forward(fate: str) ->
 def test_forwards_before_one_backward_and_a_part_that_is_shared(fate: str) -> None:
     class Twice(Block):
         def use(self, y: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = nn.functional.dropout(self.part(y).exp(), 0.2)
-            return out
+            return nn.functional.dropout(self.part(y).exp(), 0.2)
 
     def shared() -> nn.Module:
         first, second = Twice(), Twice()
@@ -318,8 +312,7 @@ def test_forwards_before_one_backward_and_a_part_that_is_shared(fate: str) -> No
 
     def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
         first, second = model(x), model(x.cos())
-        loss: torch.Tensor = (first * second.sin()).square().mean() + model[1](first).mean()
-        return loss
+        return (first * second.sin()).square().mean() + model[1](first).mean()
 
     same(shared, fate, loss_fn=loss_fn)
 
@@ -338,8 +331,7 @@ def test_a_call_without_gradients_before_the_backward(fate: str) -> None:
         out = model(x)
         with torch.no_grad():
             target = model(x + 1)
-        loss: torch.Tensor = (out - target).square().mean()
-        return loss
+        return (out - target).square().mean()
 
     same(lambda: two(Teacher), fate, loss_fn=loss_fn)
 
@@ -483,8 +475,7 @@ class Lists(nn.Module):
         self.norm, self.rnn = nn.LayerNorm(WIDTH), kind(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.rnn(self.norm(x))[0]
-        return out
+        return x + self.rnn(self.norm(x))[0]
 
 
 @pytest.mark.parametrize("pattern", ["*", "*.rnn"])

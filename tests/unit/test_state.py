@@ -325,16 +325,14 @@ def test_children_are_named() -> None:
 
 
 def through_pickle(state: State) -> State:
-    again: State = pickle.loads(pickle.dumps(state))
-    return again
+    return pickle.loads(pickle.dumps(state))
 
 
 def through_torch(state: State) -> State:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    again: State = torch.load(file, weights_only=False)
-    return again
+    return torch.load(file, weights_only=False)
 
 
 COPIES: list[Callable[[State], State]] = [copy.deepcopy, copy.copy, through_pickle, through_torch]

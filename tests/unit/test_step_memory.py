@@ -211,8 +211,7 @@ class Buffered(Net):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        out: torch.Tensor = self.norm(super().forward(x * self.table))
-        return out
+        return self.norm(super().forward(x * self.table))
 
 
 @pytest.mark.parametrize("rides", [True, False])

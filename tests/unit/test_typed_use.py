@@ -17,8 +17,7 @@ X = torch.ones(4, 3)
 
 
 def loss_fn(model: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).square().mean()
-    return loss
+    return model(x).square().mean()
 
 
 def linear(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:

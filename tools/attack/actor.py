@@ -19,8 +19,6 @@ from .oracle import Oracle
 from .trees import build, find, laid_out, paths_of
 from .verdict import Refused, Wrong, documented
 
-__all__ = ["Actor"]
-
 Op = dict[str, Any]
 
 

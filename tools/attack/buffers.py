@@ -25,8 +25,6 @@ from functional_fsdp import transforms as T
 
 from .verdict import Verdict, Wrong
 
-__all__ = ["draw", "play", "smaller"]
-
 Case = dict[str, Any]
 D = 3
 STRANGE = 5  # what lies in modules that are not read

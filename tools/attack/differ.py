@@ -20,8 +20,6 @@ import functional_fsdp as fsdp
 
 from .verdict import PATIENCE, Refused, Verdict, Wrong, documented, judged
 
-__all__ = ["DIFFERENCES", "Settings", "difference", "draw", "play", "smaller", "train"]
-
 Case = dict[str, Any]
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "zero3")
 

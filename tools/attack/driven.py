@@ -31,8 +31,6 @@ from .settings import draw_world
 from .trained import uneven
 from .verdict import Verdict, Wrong
 
-__all__ = ["Model", "draw", "fixed", "play", "smaller"]
-
 Case = dict[str, Any]
 Ops = list[Any]
 D = 4  # features

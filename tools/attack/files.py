@@ -30,8 +30,6 @@ import functional_fsdp as fsdp
 from . import trained
 from .verdict import PATIENCE, Verdict, documented, judged
 
-__all__ = ["draw", "play", "smaller"]
-
 Case = dict[str, Any]
 DAMAGES = (
     *("flip",) * 6,

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable
 
 from functional_fsdp._launch import server
 
-__all__ = ["fork", "prepare", "use", "used", "wait"]
-
 MODULES = (  # what a step imports at first use, torch.func in most of them
     "torch._dynamo.compiled_autograd",
     "torch.utils._device",

@@ -35,8 +35,6 @@ import functional_fsdp as fsdp
 from . import forks
 from .verdict import LATE, LIMIT, PATIENCE, SCALE, STARVED, Verdict, judged, worst
 
-__all__ = ["KINDS", "SIMULATED", "draw", "module_of", "play", "play_here", "play_one", "play_simulated"]
-
 Case = dict[str, Any]
 KINDS = (
     "specs",

@@ -28,8 +28,6 @@ from functional_fsdp import transforms as T
 from .trained import PRESETS, WAYS, batch, digest, make, steps_of
 from .verdict import PATIENCE, Ended, Verdict, Wrong, documented, judged
 
-__all__ = ["PACKAGE", "Counter", "draw", "play", "smaller"]
-
 Case = dict[str, Any]
 PACKAGE = str(Path(fsdp.__file__).resolve().parent)
 TRANSFORMS = str(Path(fsdp.__file__).resolve().parents[1] / "transforms")
@@ -239,8 +237,7 @@ class Run:
             around(lambda: fsdp.save(state, f"{self.folder}/saved{next(names)}"))
         elif during == "load":
             fsdp.save(state, f"{self.folder}/saved")
-            loaded: fsdp.State = around(lambda: fsdp.load(f"{self.folder}/saved", like=state))
-            return loaded
+            return around(lambda: fsdp.load(f"{self.folder}/saved", like=state))
         return state
 
 

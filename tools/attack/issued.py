@@ -10,8 +10,6 @@ from functional_fsdp._plan.cursor import Cursor
 
 from .verdict import Wrong
 
-__all__ = ["Issued"]
-
 
 class Issued:
     """Watches the executor of a state."""

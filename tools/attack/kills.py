@@ -32,8 +32,6 @@ from . import interrupts, trained
 from .forks import fork
 from .verdict import SCALE, Verdict, documented
 
-__all__ = ["ALONE", "draw", "play", "smaller"]
-
 Case = dict[str, Any]
 ALONE = True  # these cases make their own processes
 SOON = 5.0 * SCALE  # seconds within which whoever is left has to say that a rank is gone
@@ -143,8 +141,7 @@ def _said(folder: str, rank: int) -> dict[str, Any]:
     if not os.path.exists(path):
         return {}
     with open(path) as file:
-        found: dict[str, Any] = json.load(file)
-        return found
+        return json.load(file)
 
 
 def _stack(folder: str, rank: int) -> str:
@@ -157,8 +154,7 @@ def _free_port() -> int:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+        return server.getsockname()[1]
 
 
 def _rank(case: Case, rank: int, folder: str, port: int) -> None:

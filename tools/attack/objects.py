@@ -27,8 +27,6 @@ from functional_fsdp import transforms as T
 
 from .verdict import Refused, Verdict, Wrong
 
-__all__ = ["draw", "play", "smaller"]
-
 Case = dict[str, Any]
 D = 4
 CLOSE = 1e-9

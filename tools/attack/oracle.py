@@ -21,8 +21,6 @@ from . import settings
 from .trees import paths_of, values
 from .verdict import Wrong
 
-__all__ = ["Oracle"]
-
 EPS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2.0**-7}
 
 

@@ -13,8 +13,6 @@ import functional_fsdp as fsdp
 from . import actor, specs
 from .verdict import Verdict
 
-__all__ = ["draw", "play", "smaller"]
-
 Case = dict[str, Any]
 
 

@@ -19,8 +19,6 @@ from typing import Any
 from . import forks, harness, shrink
 from .verdict import COLUMNS, FINE, LATE, Verdict
 
-__all__ = ["Found", "play_all", "table"]
-
 BATCH = {
     "specs": 25,
     "driven": 25,

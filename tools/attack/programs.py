@@ -11,8 +11,6 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-__all__ = ["draw"]
-
 Op = dict[str, Any]
 
 

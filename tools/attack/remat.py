@@ -27,8 +27,6 @@ from functional_fsdp import transforms as T
 from .trained import uneven
 from .verdict import Verdict, Wrong
 
-__all__ = ["draw", "play", "smaller"]
-
 Case = dict[str, Any]
 Ops = list[Any]
 D = 4
@@ -111,8 +109,7 @@ class Model(nn.Module):
 
 def _vector(part: nn.Module) -> torch.Tensor:
     """A weight [D] of a part."""
-    found: torch.Tensor = part[0].bias if isinstance(part, nn.Sequential) else part.bias  # type: ignore[assignment]
-    return found
+    return part[0].bias if isinstance(part, nn.Sequential) else part.bias  # type: ignore[assignment]
 
 
 # ---------------------------------------------------------------- cases

@@ -13,8 +13,6 @@ import functional_fsdp as fsdp
 
 from .trees import escaped, paths_of
 
-__all__ = ["draw", "draw_mesh", "draw_world", "optimizer_of", "schedule_of", "spec_of"]
-
 Settings = dict[str, Any]
 PRESETS = ("ddp", "zero1", "zero2", "zero3")
 FLOATS = ("float32", "bfloat16", "float64")
@@ -187,8 +185,7 @@ def _optimizer(rng: Random, labels: set[Any]) -> Settings:
 def placement_of(said: dict[str, Any]) -> fsdp.Placement:
     """The package's placement."""
     if said["preset"]:
-        preset: fsdp.Placement = getattr(fsdp, said["preset"])(*said["axes"])
-        return preset
+        return getattr(fsdp, said["preset"])(*said["axes"])
     axes: dict[str, Any] = {kind: tuple(said[kind]) for kind in ("weights", "grads", "main", "data")}
     return fsdp.Placement(**axes)
 

@@ -9,8 +9,6 @@ from typing import Any
 from . import harness
 from .verdict import Verdict
 
-__all__ = ["described", "shrunk"]
-
 Case = dict[str, Any]
 
 

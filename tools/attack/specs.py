@@ -16,8 +16,6 @@ from . import actor, oracle, programs, settings, trees
 from .oracle import Oracle
 from .verdict import Refused, Verdict, Wrong, documented
 
-__all__ = ["draw", "play", "smaller"]
-
 Case = dict[str, Any]
 MUST_REFUSE = (
     "float16",

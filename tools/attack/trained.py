@@ -14,8 +14,6 @@ import torch.nn.functional as F
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 
-__all__ = ["PRESETS", "WAYS", "Net", "batch", "digest", "loss_fn", "make", "mesh_of", "steps_of", "uneven"]
-
 Case = dict[str, Any]
 M = TypeVar("M", bound=nn.Module)
 WAYS = ("tree", "unit", "driven")

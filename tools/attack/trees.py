@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["build", "draw", "escaped", "find", "path_of", "paths_of", "values"]
-
 Leaf = dict[str, Any]
 NASTY = (
     *("a.b", "a", "w:0", "w", "0", "1", "10", "2", " ", "*", "[x]", "?", "ünï", "x" * 40, "a:1", "None", "a-b"),

@@ -9,23 +9,6 @@ from typing import Any
 
 import functional_fsdp as fsdp
 
-__all__ = [
-    "COLUMNS",
-    "FINE",
-    "LATE",
-    "LIMIT",
-    "PATIENCE",
-    "SCALE",
-    "STARVED",
-    "Ended",
-    "Refused",
-    "Verdict",
-    "Wrong",
-    "documented",
-    "judged",
-    "worst",
-]
-
 COLUMNS = {
     "right": "as plain arithmetic says",
     "refused": "a documented error, where one is allowed",

@@ -24,8 +24,6 @@ from functional_fsdp import transforms as T
 
 from .verdict import Verdict, Wrong
 
-__all__ = ["draw", "play", "smaller"]
-
 Case = dict[str, Any]
 D, LR = 4, 0.5
 Write = Callable[[Any], Any]
@@ -247,8 +245,7 @@ def _driven(model: Any) -> Any:
 
 
 def _loss(y: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = y.float().square().mean()
-    return out
+    return y.float().square().mean()
 
 
 def _batch(case: Case, step: int, rank: int) -> torch.Tensor:

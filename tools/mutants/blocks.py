@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-__all__ = ["Block", "around", "blocks_of", "probed"]
-
 Block = tuple[int, int]  # first and last line
 HEADER = "from torch.compiler import is_compiling as _ic_; from mutants_probe import hit as _hit_"
 

@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from py_compile import PycInvalidationMode
 
-__all__ = ["TIMEOUT", "compiled", "copied", "pytest_in"]
-
 NOT_OURS = ("build", "dist", "runs")
 TIMEOUT = 99  # what `pytest_in` returns for one
 

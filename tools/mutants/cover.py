@@ -17,8 +17,6 @@ from pathlib import Path
 
 from mutants import blocks, copies
 
-__all__ = ["Cover", "cover"]
-
 FOLDERS = ("unit", "ranks", "laws", ".")  # of tests that run mutants; "." is for checkouts with one flat folder
 LEFT_OUT = {  # tests of the source's text, of examples, of time, and those that take minutes to say little
     "test_package", "test_examples", "test_notebooks", "test_readme", "test_benchmark", "test_typed_use", "test_use",

@@ -19,8 +19,6 @@ from mutants import blocks, copies
 from mutants.cover import Cover
 from mutants.operators import Mutant
 
-__all__ = ["LEFT", "Played", "chosen", "play_all"]
-
 FAST, LONGER = 10.0, 60.0  # seconds of tests, as measured without a mutant
 APIECE = 6  # fast tests of one file
 PATIENCE = 90  # seconds for a test that passed in less, and twice that for pytest's own start

@@ -17,8 +17,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["hit"]
-
 FOLDER = Path(os.environ["MUTANTS_PROBE"])
 _file = os.open(FOLDER / "board", os.O_RDWR)
 _board = mmap.mmap(_file, 4)
