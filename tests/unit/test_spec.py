@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -105,21 +106,10 @@ def test_the_subset_law(
             Placement(weights, grads, main, data)
 
 
-def test_a_violation_names_both_kinds_and_the_remedy() -> None:
-    with pytest.raises(SpecError) as caught:
-        Placement(weights=("data",), main=("data",))
-    text = str(caught.value)
-    assert "weights=('data',) is sharded over ['data'] and grads=() is not" in text
-    assert "Add ['data'] to grads, or drop it from weights." in text
+PRESETS = (fsdp.ddp, fsdp.zero1, fsdp.zero2, fsdp.zero3)
 
 
-@pytest.mark.parametrize("wrong", ["data", ("data", "data")])
-def test_axes_must_be_distinct_names_in_a_tuple(wrong: Any) -> None:
-    with pytest.raises(SpecError, match=r"Placement\.main=.*expected a tuple of distinct mesh axis names"):
-        Placement(main=wrong)
-
-
-@pytest.mark.parametrize("preset", [fsdp.ddp, fsdp.zero1, fsdp.zero2, fsdp.zero3])
+@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("wrong", [(), (3,), (("data",),)])
 def test_presets_want_names(preset: Any, wrong: tuple[Any, ...]) -> None:
     with pytest.raises(SpecError, match="expected names of mesh axes, as " + preset.__name__):
@@ -155,33 +145,42 @@ def test_resolve(precision: Precision, leaf: torch.dtype, resolved: tuple[Any, .
     assert found.gather is found.compute  # unless another is named: see test_float8_weight.py
 
 
-@pytest.mark.parametrize("kind", ["main", "compute", "grads", "wire"])
-def test_float16_is_refused_with_a_pointer_to_bfloat16(kind: str) -> None:
-    with pytest.raises(SpecError, match=rf"Precision\({kind}=torch.float16\).*loss scaling.*Use torch.bfloat16"):
-        Precision(**cast(Any, {kind: torch.float16}))
+EIGHT = {"data": 8}
+REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (Placement, {"weights": ("data",), "main": ("data",)},
+     r"weights=\('data',\) is sharded over \['data'\] and grads=\(\) is not.*Add \['data'\] to grads, or drop it"),
+    *((Placement, {"main": wrong}, r"Placement\.main=.*expected a tuple of distinct mesh axis names")
+      for wrong in ("data", ("data", "data"))),
+    *((Precision, {kind: torch.float16}, rf"Precision\({kind}=torch.float16\).*loss scaling.*Use torch.bfloat16")
+      for kind in ("main", "compute", "grads", "wire")),
+    *((Precision, {kind: dtype}, rf"Precision\({kind}={dtype}\): expected one of torch.float64, torch.float32, torch")
+      for kind in ("main", "compute", "grads") for dtype in (torch.int32, torch.complex64, torch.float8_e4m3fn)),
+    *((Precision, {"sum": how}, rf"Precision\(sum={how!r}\): expected 'auto', 'native' or 'fp32'")
+      for how in ("wire", "fp64", None)),
+    *((Precision, {"sum": "fp32", kind: F64}, r"of a float64 wire would lose digits\. Sums in float32 are of")
+      for kind in ("wire", "compute", "main")),
+    (Precision(sum="fp32").resolve, {"leaf": F64}, "of a float64 wire would lose digits"),
+    (Spec, {"precision": {"*": BF16}}, r"Spec\(precision\): '\*' maps to torch.bfloat16; expected a Precision"),
+    *((Spec, {"placement": placement}, rf"names the axis '{axis}', which the mesh does not have. Its axes are 'data'\.")
+      for placement, axis in ((fsdp.zero3("dta"), "dta"), (fsdp.ddp("x"), "x"), (fsdp.hsdp("r", "data"), "r"))),
+    (Spec, {"placement": {"experts.*": fsdp.zero3("expert"), "*": fsdp.zero3("data")}}, "names the axis 'expert'"),
+    (Spec, {"placement": fsdp.zero3("dta")}, r"zero3\(dta\)"),
+    *((Spec, {"placement": {"*": wrong}}, r"'\*' maps to .*; expected a Placement, as zero3\('data'\)")
+      for wrong in ("zero3", None, ("data",))),
+    *((Spec, {"placement": wrong}, r"expected a Placement, as zero3\('data'\)") for wrong in ("zero3", fsdp.zero3, 3)),
+    *((Spec, {"average": wrong}, "expected 'mean' or 'sum'") for wrong in ("median", "", None)),
+    *((Spec, {"schedule": wrong}, r"Spec\(schedule=.*\): expected a Schedule, as fsdp.Schedule\(prefetch=2\)")
+      for wrong in ("recorded", 2, ("a", "a"), Schedule)),
+    (Spec, {"units": "blocks.*"}, r"Spec\(units='blocks\.\*'\): expected a list of patterns, as \['blocks\.\*'\]"),
+    (Spec(EIGHT, {"blocks.*": fsdp.zero3("data")}).placement_of, {"path": "head.weight"},
+     r"no rule matches the leaf 'head\.weight'; the patterns are 'blocks\.\*'"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["main", "compute", "grads"])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float8_e4m3fn])
-def test_other_dtypes_are_refused(kind: str, dtype: torch.dtype) -> None:
-    with pytest.raises(
-        SpecError, match=rf"Precision\({kind}={dtype}\): expected one of torch.float64, torch.float32, torch"
-    ):
-        Precision(**cast(Any, {kind: dtype}))
-
-
-@pytest.mark.parametrize("how", ["wire", "fp64", None])
-def test_other_sums_are_refused(how: Any) -> None:
-    with pytest.raises(SpecError, match=rf"Precision\(sum={how!r}\): expected 'auto', 'native' or 'fp32'"):
-        Precision(sum=how)
-
-
-@pytest.mark.parametrize("precision", [{"wire": F64}, {"compute": F64}, {"main": F64}])
-def test_sums_in_float32_of_float64_are_refused(precision: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=r"of a float64 wire would lose digits\. Sums in float32 are of"):
-        Precision(sum="fp32", **precision)
-    with pytest.raises(SpecError, match="of a float64 wire would lose digits"):
-        Precision(sum="fp32").resolve(F64)
+@pytest.mark.parametrize(("make", "given", "said"), REFUSED)
+def test_what_is_refused(make: Callable[..., Any], given: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=f"(?s){said}"):
+        make(EIGHT, **given) if make is Spec else make(**given)
 
 
 def test_precision_by_pattern() -> None:
@@ -192,8 +191,6 @@ def test_precision_by_pattern() -> None:
     assert spec.precision_of("blocks.0.up") == Precision(compute=BF16)
     assert Spec({"data": 8}, precision={"a": Precision(wire=F32)}).precision_of("b") == Precision()
     assert "*norm*: main float32" in str(spec)
-    with pytest.raises(SpecError, match=r"Spec\(precision\): '\*' maps to torch.bfloat16; expected a Precision"):
-        Spec({"data": 8}, precision={"*": BF16})  # type: ignore[dict-item]
 
 
 def test_precision_is_a_value() -> None:
@@ -220,46 +217,11 @@ def test_a_mesh_without_names_is_refused() -> None:
         Spec(init_device_mesh("cpu", (1,)))
 
 
-@pytest.mark.parametrize(
-    ("placement", "axis"),
-    [(fsdp.zero3("dta"), "dta"), (fsdp.ddp("x"), "x"), (fsdp.hsdp("replica", "data"), "replica")],
-)
-def test_an_unknown_axis_is_named_with_those_that_exist(placement: Placement, axis: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        Spec({"data": 8}, placement)
-    text = str(caught.value)
-    assert f"names the axis '{axis}', which the mesh does not have. Its axes are 'data'." in text
-    assert str(placement) in text
-
-
-def test_an_unknown_axis_in_a_rule() -> None:
-    with pytest.raises(SpecError, match="names the axis 'expert'"):
-        Spec({"data": 8}, {"experts.*": fsdp.zero3("expert"), "*": fsdp.zero3("data")})
-
-
 def test_rules_first_match_wins() -> None:
     spec = Spec({"data": 8}, {"*.norm": fsdp.ddp("data"), "blocks.*": fsdp.zero2("data"), "*": fsdp.zero3("data")})
     assert spec.placement_of("blocks.0.norm.weight") == fsdp.ddp("data")
     assert spec.placement_of("blocks.0.w") == fsdp.zero2("data")
     assert spec.placement_of("head") == fsdp.zero3("data")
-
-
-def test_a_leaf_without_a_rule_is_named() -> None:
-    spec = Spec({"data": 8}, {"blocks.*": fsdp.zero3("data")})
-    with pytest.raises(SpecError, match=r"no rule matches the leaf 'head\.weight'; the patterns are 'blocks\.\*'"):
-        spec.placement_of("head.weight")
-
-
-@pytest.mark.parametrize("wrong", ["zero3", None, ("data",)])
-def test_a_rule_that_is_no_placement(wrong: Any) -> None:
-    with pytest.raises(SpecError, match=r"'\*' maps to .*; expected a Placement, as zero3\('data'\)"):
-        Spec({"data": 8}, {"*": wrong})
-
-
-@pytest.mark.parametrize("wrong", ["zero3", fsdp.zero3, 3])
-def test_a_placement_that_is_none(wrong: Any) -> None:
-    with pytest.raises(SpecError, match=r"expected a Placement, as zero3\('data'\)"):
-        Spec({"data": 8}, wrong)
 
 
 def test_labels_first_match_wins_else_default() -> None:
@@ -268,29 +230,10 @@ def test_labels_first_match_wins_else_default() -> None:
     assert [spec.label_of(path) for path in paths] == ["no_decay", "no_decay", "norm", "default"]
 
 
-@pytest.mark.parametrize("average", ["median", "", None])
-def test_average_is_mean_or_sum(average: Any) -> None:
-    with pytest.raises(SpecError, match="expected 'mean' or 'sum'"):
-        Spec({"data": 8}, average=average)
-
-
-@pytest.mark.parametrize("wrong", ["recorded", 2, ("a", "a"), Schedule])
-def test_a_schedule_is_a_schedule(wrong: Any) -> None:
-    with pytest.raises(SpecError, match=r"Spec\(schedule=.*\): expected a Schedule, as fsdp.Schedule\(prefetch=2\)"):
-        Spec({"data": 8}, schedule=wrong)
-
-
 def test_the_schedule_is_the_default_unless_given() -> None:
     assert Spec({"data": 8}).schedule == Schedule()
     assert Spec({"data": 8}, schedule=Schedule()) == Spec({"data": 8}) == Spec({"data": 8}, schedule=None)
     assert Spec({"data": 8}, schedule=Schedule(prefetch=3)).schedule.depth("a") == 3
-
-
-def test_one_pattern_for_units_wants_a_list() -> None:
-    with pytest.raises(
-        SpecError, match=r"Spec\(units='blocks\.\*'\): expected a list of patterns, as \['blocks\.\*'\]"
-    ):
-        Spec({"data": 8}, units="blocks.*")
 
 
 def variants() -> list[dict[str, Any]]:

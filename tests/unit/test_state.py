@@ -355,7 +355,7 @@ def test_a_copy_trains_to_the_same_bits_and_shares_nothing(again: Callable[[Stat
 
 
 @pytest.mark.parametrize("again", COPIES)
-def test_no_copies_in_the_middle_of_a_step(again: Callable[[State], State]) -> None:
+def test_no_copies_in_the_middle_of_a_step_or_of_a_consumed_state(again: Callable[[State], State]) -> None:
     base = begin()
     middle, _ = fsdp.unshard(base)
     with pytest.raises(StaleStateError, match="this State is in the middle of a step"):
@@ -365,12 +365,6 @@ def test_no_copies_in_the_middle_of_a_step(again: Callable[[State], State]) -> N
         again(reduced)
     after = fsdp.step(reduced)
     assert bits(again(after)) == bits(after)
-
-
-@pytest.mark.parametrize("again", COPIES)
-def test_no_copies_of_a_consumed_state(again: Callable[[State], State]) -> None:
-    base = begin()
-    one_step(base)
     with pytest.raises(StaleStateError, match=r"consumed by step\(\) number 1"):
         again(base)
 
@@ -541,27 +535,23 @@ def test_a_unit_that_does_not_exist(verb: str, name: Any) -> None:
 # -------------------------------------------------------------------------------- gradients
 
 
-def test_none_means_zero() -> None:
-    state = begin(fsdp.sgd(lr=1.0))
-    grads = pytree.tree_map(lambda p: None, tree())
-    grads["blocks"][0]["b"] = torch.ones(3)
-    after = fsdp.full_params(fsdp.step(fsdp.reduce(state, grads)))
-    assert torch.equal(after["blocks"][0]["b"], tree()["blocks"][0]["b"] - 1)
-    assert torch.equal(after["blocks"][0]["w"], tree()["blocks"][0]["w"])
-    assert torch.equal(after["wte"], tree()["wte"])
+ONES, NONE = torch.ones(3), pytree.tree_map(lambda p: None, tree())
+GIVEN: list[tuple[Any, str | None, set[str]]] = [  # gradients, of which unit, and what they change: None means zero
+    ({**NONE, "blocks": [{"w": None, "b": ONES}, {"w": None, "b": None}]}, None, {"blocks.0.b"}),
+    ({**tree(0.0), "wte": None, "head": torch.ones(5, 3)}, None, {"wte"}),  # of two tied paths one has none
+    ({"w": torch.ones(3, 3), "b": None}, "blocks.1", {"blocks.1.w"}),  # other units have none
+]
 
 
-def test_none_for_one_of_two_tied_paths() -> None:
-    state = begin(fsdp.sgd(lr=1.0))
-    after = fsdp.full_params(fsdp.step(fsdp.reduce(state, {**tree(0.0), "wte": None, "head": torch.ones(5, 3)})))
-    torch.testing.assert_close(after["wte"], tree()["wte"] - 1)
-
-
-def test_units_without_gradients_count_as_zero() -> None:
-    state = fsdp.reduce(begin(fsdp.sgd(lr=1.0)), {"w": torch.ones(3, 3), "b": None}, "blocks.1")
-    after = fsdp.full_params(fsdp.step(state))
-    torch.testing.assert_close(after["blocks"][1]["w"], tree()["blocks"][1]["w"] - 1)
-    assert torch.equal(after["blocks"][0]["w"], tree()["blocks"][0]["w"])
+@pytest.mark.parametrize(("grads", "unit", "changed"), GIVEN)
+def test_what_has_no_gradient_stays(grads: Any, unit: str | None, changed: set[str]) -> None:
+    base = begin(fsdp.sgd(lr=1.0))
+    before = {path: part.clone() for path, part in fsdp.local_shards(base).items()}
+    after = fsdp.local_shards(fsdp.step(fsdp.reduce(base, grads, unit)))
+    for path, part in before.items():
+        assert torch.equal(after[path], part) == (path not in changed)
+        if path in changed:
+            torch.testing.assert_close(after[path], part - 1)
 
 
 def test_gradients_in_another_container_match_by_path() -> None:
@@ -599,60 +589,43 @@ def test_a_wholly_frozen_unit_by_unit() -> None:
     torch.testing.assert_close(after["blocks"][1]["w"], tree()["blocks"][1]["w"] - 1)
 
 
-@pytest.mark.parametrize(
-    ("grads", "text"),
-    [
-        ({k: v for k, v in tree(1.0).items() if k != "head"}, r"it lacks 'head' \(5 leaves, expected 6\)"),
-        (
-            {**tree(1.0), "blocks": tree(1.0)["blocks"][:1]},
-            r"it lacks 'blocks\.1\.w' and 1 more \(4 leaves, expected 6\)",
-        ),
-        ({**tree(1.0), "extra": torch.ones(1)}, r"it has the unknown 'extra' \(7 leaves, expected 6\)"),
-        ([torch.ones(1)], r"it lacks 'wte' and 5 more and has the unknown '0' \(1 leaves, expected 6\)"),
-        (None, r"has the unknown ''"),
-    ],
-)
-def test_gradients_of_another_structure(grads: Any, text: str) -> None:
-    base = begin()
-    with pytest.raises(TreeError, match=r"reduce\(state, grads\): the gradient tree has another structure.*" + text):
-        fsdp.reduce(base, grads)
-    assert base.between_steps  # checked before anything happened
-    one_step(base)
-
-
-@pytest.mark.parametrize(
-    ("grad", "text"),
-    [
-        (torch.ones(3, 4), r"shape \(3, 4\); expected .* global shape \(3, 3\)"),
-        (torch.ones(9), r"shape \(9,\); expected"),
-        (torch.ones(()), r"shape \(\); expected"),
-        (3.0, r"a float; expected a tensor"),
-    ],
-)
-def test_a_gradient_of_another_shape(grad: Any, text: str) -> None:
-    base = begin()
-    middle, _ = fsdp.unshard(base)
+def one_other(grad: Any) -> Any:
     grads = tree(1.0)
     grads["blocks"][1]["w"] = grad
-    with pytest.raises(TreeError, match=r"reduce: the gradient of 'blocks\.1\.w' has " + text):
-        fsdp.reduce(middle, grads)
-    fsdp.step(fsdp.reduce(middle, tree(1.0)))  # the state that reduce refused is still the newest
+    return grads
 
 
-@pytest.mark.parametrize(
-    ("grads", "text"),
-    [
-        ({"w": torch.ones(3, 3)}, r"reduce\(state, grads, 'blocks\.0'\): .* it lacks 'b'"),
-        ({"w": None, "b": None, "c": None}, r"has the unknown 'c'"),
-        ([torch.ones(3, 3), torch.ones(3)], r"grads is a list; expected \{key: tensor\}"),
-        ({"w": torch.ones(3), "b": None}, r"the gradient of 'blocks\.0\.w' has shape \(3,\)"),
-    ],
-)
-def test_gradients_of_a_unit_that_do_not_fit(grads: Any, text: str) -> None:
-    base = begin()
+HEADLESS = {key: leaf for key, leaf in tree(1.0).items() if key != "head"}
+STRUCTURE = r"reduce\(state, grads\): the gradient tree has another structure.*"
+SHAPE = r"reduce: the gradient of 'blocks\.1\.w' has "
+MISFITS: list[tuple[Any, str | None, str]] = [
+    (HEADLESS, None, STRUCTURE + r"it lacks 'head' \(5 leaves, expected 6\)"),
+    ({**tree(1.0), "blocks": tree(1.0)["blocks"][:1]}, None,
+     STRUCTURE + r"it lacks 'blocks\.1\.w' and 1 more \(4 leaves, expected 6\)"),
+    ({**tree(1.0), "extra": ONES}, None, STRUCTURE + r"it has the unknown 'extra' \(7 leaves, expected 6\)"),
+    ([ONES], None, STRUCTURE + r"it lacks 'wte' and 5 more and has the unknown '0' \(1 leaves, expected 6\)"),
+    (None, None, STRUCTURE + r"has the unknown ''"),
+    (one_other(torch.ones(3, 4)), None, SHAPE + r"shape \(3, 4\); expected .* global shape \(3, 3\)"),
+    (one_other(torch.ones(9)), None, SHAPE + r"shape \(9,\); expected"),
+    (one_other(torch.ones(())), None, SHAPE + r"shape \(\); expected"),
+    (one_other(3.0), None, SHAPE + r"a float; expected a tensor"),
+    ({"w": torch.ones(3, 3)}, "blocks.0", r"reduce\(state, grads, 'blocks\.0'\): .* it lacks 'b'"),
+    ({"w": None, "b": None, "c": None}, "blocks.0", r"has the unknown 'c'"),
+    ([torch.ones(3, 3), ONES], "blocks.0", r"grads is a list; expected \{key: tensor\}"),
+    ({"w": ONES, "b": None}, "blocks.0", r"the gradient of 'blocks\.0\.w' has shape \(3,\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize(("grads", "unit", "text"), MISFITS)
+def test_gradients_that_do_not_fit(grads: Any, unit: str | None, text: str, begun: bool) -> None:
+    state = base = begin()
+    if begun:
+        state, _ = fsdp.unshard(base)
     with pytest.raises(TreeError, match=text):
-        fsdp.reduce(base, grads, "blocks.0")
-    one_step(base)
+        fsdp.reduce(state, grads, unit)
+    assert base.between_steps  # checked before anything happened
+    fsdp.step(fsdp.reduce(state, tree(1.0)))  # the state that reduce refused is still the newest
 
 
 def test_a_step_with_no_gradients() -> None:

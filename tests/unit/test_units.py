@@ -81,19 +81,37 @@ def test_what_numbered_layers_join(sizes: dict[str, int], expected: list[str]) -
     assert list(grouped({path: torch.empty(n, device="meta") for path, n in sizes.items()})) == expected
 
 
-def test_the_outermost_repetition_counts() -> None:
-    tree = leaves("stages.0.layers.0.w", "stages.0.layers.1.w", "stages.1.layers.0.w")
-    assert list(grouped(tree)) == ["stages.0", "stages.1"]
+PAIR = [{"w": torch.empty(2)}, {"w": torch.empty(2)}]
+FOUND: list[tuple[Any, dict[str, Any], Any]] = [  # of a tree and a spec: the units' names, or their paths too
+    (leaves("stages.0.layers.0.w", "stages.0.layers.1.w", "stages.1.layers.0.w"), {}, ["stages.0", "stages.1"]),
+    (leaves("model.embed", "model.layers.0.w", "model.layers.1.w", "lm.w"), {},
+     ["model.embed", "model.layers.0", "model.layers.1", "lm"]),  # deep in the tree
+    (leaves("z.0.w", "a.w", "z.0.b", "m.0.w"), {}, {"z.0": ("z.0.w", "z.0.b"), "a": ("a.w",), "m.0": ("m.0.w",)}),
+    ({"scales": [torch.empty(3), torch.empty(4)]}, {}, {"scales": ("scales.0", "scales.1")}),  # a list of tensors
+    ({f"scales.{k}": p for k, p in nn.ParameterList([torch.empty(3), torch.empty(4)]).named_parameters()}, {},
+     {"scales": ("scales.0", "scales.1")}),
+    (PAIR, {}, {"0": ("0.w",), "1": ("1.w",)}),
+    ({"layers": PAIR, "out": torch.empty(1)}, {}, ["layers.0", "layers.1", "out"]),
+    (leaves("blocks.0.w", "blocks.1.w", "out.w"), {},  # keys with dots are as nested ones
+     grouped({"blocks": PAIR, "out": {"w": torch.empty(8)}})),
+    (leaves("fc1.weight", "fc1.bias", "fc2.weight"), {}, ["fc1", "fc2"]),  # no blocks at all
+    (leaves("net.embed.w", "net.embed.norm.w", "net.h.0.w", "net.norm.w", "net.scale", "head.a.w"), {},
+     {"net.embed": ("net.embed.w", "net.embed.norm.w"), "net.h.0": ("net.h.0.w",), "net.norm": ("net.norm.w",),
+      "net.scale": ("net.scale",), "head": ("head.a.w",)}),  # what no block covers, where blocks are below
+    (leaves(*GPT), {"units": ["blocks.0"]}, ["wte", "wpe", "blocks.0", "blocks.1", "blocks.2", "ln_f"]),
+    (leaves(*GPT), {"units": ["blocks.*", "blocks.*"]}, grouped(leaves(*GPT), units=["blocks.*"])),
+    (leaves(*GPT), {"units": [("blocks.*",)]},
+     {"wte": GPT[:1], "wpe": GPT[1:2], "blocks.*": GPT[2:-1], "ln_f": GPT[-1:]}),
+    (leaves(*GPT), {"units": [("wte", "wpe"), "blocks.*"]}, ["wte+wpe", "blocks.0", "blocks.1", "blocks.2", "ln_f"]),
+    (leaves(*GPT), {"units": {"embeddings": ["wte", "wpe"], "trunk": "blocks.*"}},
+     {"embeddings": GPT[:2], "trunk": GPT[2:-1], "ln_f": GPT[-1:]}),
+]  # fmt: skip
 
 
-def test_blocks_deep_in_the_tree() -> None:
-    tree = leaves("model.embed", "model.layers.0.w", "model.layers.1.w", "model.layers.2.w", "lm.w")
-    assert list(grouped(tree)) == ["model.embed", "model.layers.0", "model.layers.1", "model.layers.2", "lm"]
-
-
-def test_units_keep_the_order_of_the_tree() -> None:
-    tree = leaves("z.0.w", "a.w", "z.0.b", "m.0.w")
-    assert grouped(tree) == {"z.0": ("z.0.w", "z.0.b"), "a": ("a.w",), "m.0": ("m.0.w",)}
+@pytest.mark.parametrize(("tree", "spec", "expected"), FOUND)
+def test_units_of_a_tree(tree: Any, spec: dict[str, Any], expected: Any) -> None:
+    found = grouped(tree, **spec)
+    assert (found if isinstance(expected, dict) else [*found]) == expected
 
 
 @pytest.mark.parametrize(
@@ -135,27 +153,6 @@ def test_a_tied_leaf_is_used_again_where_its_block_comes() -> None:
     assert uses == [*forward, *reversed(forward)]
     numbered = {key: tree[key] for key in ("h.0.s", "h.0.w", "h.1.w", "h.2.w", "h.10.s", "h.10.w", "wte")}
     assert [use.unit for use in fsdp.make_plan(fsdp.make_layout(numbered, Spec({"data": 2}))).uses] == uses
-
-
-def test_a_list_of_tensors_is_no_block() -> None:
-    parameters = nn.ParameterList([torch.empty(3), torch.empty(4)])
-    assert grouped({"scales": [torch.empty(3), torch.empty(4)]}) == {"scales": ("scales.0", "scales.1")}
-    assert grouped({f"scales.{k}": p for k, p in parameters.named_parameters()}) == {"scales": ("scales.0", "scales.1")}
-
-
-def test_lists_of_dicts() -> None:
-    tree = [{"w": torch.empty(2)}, {"w": torch.empty(2)}]
-    assert grouped(tree) == {"0": ("0.w",), "1": ("1.w",)}
-    assert list(grouped({"layers": tree, "out": torch.empty(1)})) == ["layers.0", "layers.1", "out"]
-
-
-def test_flat_keys_with_dots_read_as_nested_ones() -> None:
-    nested = {"blocks": [{"w": torch.empty(8)}, {"w": torch.empty(8)}], "out": {"w": torch.empty(8)}}
-    assert grouped(leaves("blocks.0.w", "blocks.1.w", "out.w")) == grouped(nested)
-
-
-def test_no_blocks_at_all() -> None:
-    assert list(grouped(leaves("fc1.weight", "fc1.bias", "fc2.weight"))) == ["fc1", "fc2"]
 
 
 def test_every_leaf_is_in_exactly_one_unit() -> None:
@@ -275,38 +272,6 @@ def test_a_pattern_makes_a_unit_of_each_prefix_that_it_matches() -> None:
     assert found["blocks.1.attn"] == ("blocks.1.attn.qkv",)
     assert found["blocks.1.mlp"] == ("blocks.1.mlp.up.weight", "blocks.1.mlp.up.bias")
     assert found["blocks.1.ln"] == ("blocks.1.ln.weight",)
-
-
-def test_patterns_replace_what_would_be_found() -> None:
-    found = grouped(leaves(*GPT), units=["blocks.0"])
-    assert list(found) == ["wte", "wpe", "blocks.0", "blocks.1", "blocks.2", "ln_f"]
-
-
-def test_what_no_block_covers_is_split_where_blocks_are_below() -> None:
-    found = grouped(leaves("net.embed.w", "net.embed.norm.w", "net.h.0.w", "net.norm.w", "net.scale", "head.a.w"))
-    assert list(found) == ["net.embed", "net.h.0", "net.norm", "net.scale", "head"]
-    assert found["net.embed"] == ("net.embed.w", "net.embed.norm.w")
-
-
-def test_a_tuple_of_patterns_is_one_unit() -> None:
-    found = grouped(leaves(*GPT), units=[("wte", "wpe"), "blocks.*"])
-    assert found["wte+wpe"] == ("wte.weight", "wpe.weight")
-    assert list(found)[1:] == ["blocks.0", "blocks.1", "blocks.2", "ln_f"]
-
-
-def test_a_tuple_of_one() -> None:
-    assert grouped(leaves(*GPT), units=[("blocks.*",)])["blocks.*"] == GPT[2:-1]
-
-
-def test_a_mapping_names_units() -> None:
-    found = grouped(leaves(*GPT), units={"embeddings": ["wte", "wpe"], "trunk": "blocks.*"})
-    assert list(found) == ["embeddings", "trunk", "ln_f"]
-    assert found["embeddings"] == ("wte.weight", "wpe.weight")
-    assert len(found["trunk"]) == 12
-
-
-def test_the_same_pattern_twice_is_harmless() -> None:
-    assert grouped(leaves(*GPT), units=["blocks.*", "blocks.*"]) == grouped(leaves(*GPT), units=["blocks.*"])
 
 
 @pytest.mark.parametrize(

@@ -189,29 +189,26 @@ def test_an_in_place_change_of_a_primal_is_an_error() -> None:
 # -------------------------------------------------------------------------------- residuals
 
 
-def test_the_same_tensors_use_the_residuals_once() -> None:
+GIVEN: dict[str, tuple[Callable[[Tree], Tree], int]] = {  # the weights of the pullback, and calls of fn
+    "the same tensors": (dict, 1),
+    "in another order": (lambda w: dict(reversed(w.items())), 1),
+    "other objects at the same addresses": (lambda w: {name: p.view(p.shape) for name, p in w.items()}, 2),
+    "elsewhere": (lambda w: {name: p.clone() for name, p in w.items()}, 2),
+    "one of them elsewhere": (lambda w: {**w, "bias": w["bias"].clone()}, 2),
+    "other values": (lambda w: weights(1), 2),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_residuals_are_of_the_same_tensors_and_used_once(given: str) -> None:
+    """The pullback is a function of the weights that it is given, as in mathematics."""
     fn, w, x = Counted(), weights(), randn(4, 3)
     out, pullback = T.vjp(fn, w, x)
-    pullback(dict(w), torch.ones_like(out))
-    assert fn.calls == 1
-    pullback(w, torch.ones_like(out))  # used up: now it recomputes
-    assert fn.calls == 2
-
-
-def test_the_order_of_a_dict_does_not_matter() -> None:
-    fn, w, x = Counted(), weights(), randn(4, 3)
-    out, pullback = T.vjp(fn, w, x)
-    found = pullback(dict(reversed(w.items())), torch.ones_like(out))
-    assert fn.calls == 1
-    close(found, reference(mlp, w, x)[1](torch.ones_like(out)))
-
-
-def test_another_object_at_the_same_address_recomputes() -> None:
-    fn, w, x = Counted(), weights(), randn(4, 3)
-    out, pullback = T.vjp(fn, w, x)
-    views = {name: p.view(p.shape) for name, p in w.items()}
-    close(pullback(views, torch.ones_like(out)), reference(mlp, w, x)[1](torch.ones_like(out)))
-    assert fn.calls == 2
+    change, calls = GIVEN[given]
+    other = change(w)
+    for again, dout in enumerate((torch.ones_like(out), randn(*out.shape, seed=3))):
+        close(pullback(other, dout), reference(mlp, {name: other[name] for name in w}, x)[1](dout))
+        assert fn.calls == calls + again  # used up: now it recomputes
 
 
 def test_units_that_take_turns_at_one_address() -> None:
@@ -249,21 +246,6 @@ def test_a_new_tensor_is_never_taken_for_one_that_is_gone() -> None:
     assert all(p() is None for p in gone)
 
 
-def test_weights_elsewhere_recompute() -> None:
-    fn, w, x = Counted(), weights(), randn(4, 3)
-    out, pullback = T.vjp(fn, w, x)
-    copy = {name: p.clone() for name, p in w.items()}
-    close(pullback(copy, torch.ones_like(out)), reference(mlp, w, x)[1](torch.ones_like(out)))
-    assert fn.calls == 2
-
-
-def test_one_other_leaf_is_enough() -> None:
-    fn, w, x = Counted(), weights(), randn(4, 3)
-    out, pullback = T.vjp(fn, w, x)
-    pullback({**w, "bias": w["bias"].clone()}, torch.ones_like(out))
-    assert fn.calls == 2
-
-
 def test_a_storage_that_is_gone_is_an_error() -> None:
     w = weights()
     out, pullback = T.vjp(mlp, w, randn(4, 3))
@@ -272,23 +254,6 @@ def test_a_storage_that_is_gone_is_an_error() -> None:
         pullback(w, torch.ones_like(out))
     with pytest.raises(ScheduleError, match=r"vjp: these weights were released"):
         T.vjp(mlp, w, randn(4, 3))
-
-
-def test_other_values_elsewhere_give_their_own_gradient() -> None:
-    """The pullback is a function of the weights that it is given, as in mathematics."""
-    w, other, x = weights(), weights(1), randn(4, 3)
-    out, pullback = T.vjp(mlp, w, x)
-    close(pullback(other, torch.ones_like(out)), reference(mlp, other, x)[1](torch.ones_like(out)))
-
-
-def test_a_pullback_may_be_called_twice() -> None:
-    w, x = weights(), randn(4, 3)
-    out, pullback = T.vjp(mlp, w, x)
-    one, two = torch.ones_like(out), randn(*out.shape, seed=3)
-    pull = reference(mlp, w, x)[1]
-    close(pullback(w, one), pull(one))
-    close(pullback(w, two), pull(two))
-    close(pullback(w, one), pull(one))
 
 
 def test_weights_changed_in_place_are_an_error_not_a_wrong_gradient() -> None:
@@ -587,13 +552,23 @@ def test_a_pullback_kept_across_a_step_is_an_error_not_a_wrong_gradient(optimize
 # -------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("dout", [[0.0], {"out": 0.0}, (0.0, 0.0)])
-def test_cotangents_of_another_structure(dout: Tree) -> None:
+WRONG: list[tuple[Callable[[Tree], Tree], Any, str]] = [  # weights, cotangents
+    *(
+        (dict, dout, "pullback: cotangents of structure .*; the output has")
+        for dout in ([0.0], {"out": 0.0}, (0.0, 0.0))
+    ),
+    (lambda w: {"up": w["up"]}, 0.0, "pullback: weights of structure .*; the forward had"),
+    (lambda w: {**w, "x": torch.ones(1)}, 0.0, "pullback: weights of structure .*; the forward had"),
+    (lambda w: [*w.values()], 0.0, "pullback: weights of structure .*; the forward had"),
+]
+
+
+@pytest.mark.parametrize(("change", "dout", "said"), WRONG)
+def test_weights_or_cotangents_of_another_structure(change: Callable[[Tree], Tree], dout: Tree, said: str) -> None:
     w = weights()
     out, pullback = T.vjp(mlp, w, randn(4, 3))
-    wrong = pytree.tree_map(lambda _: torch.ones_like(out), dout)
-    with pytest.raises(TreeError, match=r"(?s)pullback: cotangents of structure .*; the output has"):
-        pullback(w, wrong)
+    with pytest.raises(TreeError, match=f"(?s){said}"):
+        pullback(change(w), pytree.tree_map(lambda _: torch.ones_like(out), dout))
     assert pullback(w, torch.ones_like(out))[1].shape == (4, 3)  # the next call is none the worse
 
 
@@ -602,19 +577,6 @@ def test_cotangents_of_another_shape() -> None:
     _, pullback = T.vjp(mlp, w, randn(4, 3))
     with pytest.raises((TreeError, RuntimeError), match=r"[Ss]hape"):
         pullback(w, torch.ones(2, 4))
-
-
-@pytest.mark.parametrize("change", ["missing", "more", "list"])
-def test_weights_of_another_structure(change: str) -> None:
-    w = weights()
-    out, pullback = T.vjp(mlp, w, randn(4, 3))
-    others: dict[str, Any] = {
-        "missing": {"up": w["up"]},
-        "more": {**w, "x": torch.ones(1)},
-        "list": list(w.values()),
-    }
-    with pytest.raises(TreeError, match=r"(?s)pullback: weights of structure .*; the forward had"):
-        pullback(others[change], torch.ones_like(out))
 
 
 def test_an_error_in_fn_is_the_users() -> None:
@@ -641,20 +603,17 @@ def through_torch(w: Tree, x: torch.Tensor) -> torch.Tensor:
     return (dx**2).sum() + sum((d**2).sum() for d in dw.values()) + (out**2).sum()
 
 
-def test_under_grad() -> None:
-    w, x = weights(), randn(4, 3)
-    close(torch.func.grad(through, argnums=(0, 1))(w, x), torch.func.grad(through_torch, argnums=(0, 1))(w, x))
+TRANSFORMS: dict[str, Callable[[Any], Any]] = {
+    "grad": lambda f: torch.func.grad(lambda w, xs: f(w, xs[0]), argnums=(0, 1)),
+    "vmap": lambda f: torch.vmap(f, in_dims=(None, 0)),
+    "vmap of grad": lambda f: torch.vmap(torch.func.grad(f, argnums=1), in_dims=(None, 0)),
+}
 
 
-def test_under_vmap() -> None:
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_under_transforms(transform: str) -> None:
     w, xs = weights(), randn(6, 4, 3)
-    close(torch.vmap(lambda x: through(w, x))(xs), torch.stack([through_torch(w, x) for x in xs]))
-
-
-def test_under_vmap_of_grad() -> None:
-    w, xs = weights(), randn(6, 4, 3)
-    found = torch.vmap(torch.func.grad(lambda x: through(w, x)))(xs)
-    close(found, torch.stack([torch.func.grad(lambda x: through_torch(w, x))(x) for x in xs]))
+    close(TRANSFORMS[transform](through)(w, xs), TRANSFORMS[transform](through_torch)(w, xs))
 
 
 def test_integers_and_none_under_grad() -> None:

@@ -109,7 +109,7 @@ class Model(nn.Module):
 
 def _vector(part: nn.Module) -> torch.Tensor:
     """A weight [D] of a part."""
-    return part[0].bias if isinstance(part, nn.Sequential) else part.bias  # type: ignore[assignment]
+    return part[0].bias if isinstance(part, nn.Sequential) else part.bias  # type: ignore[return-value]
 
 
 # ---------------------------------------------------------------- cases
