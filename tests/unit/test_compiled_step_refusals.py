@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tables import each
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
@@ -71,8 +72,7 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "how"), each(CASES, HOW))
 def test_an_error_inside_a_compiled_step_reaches_the_user_as_itself(case: str, how: str) -> None:
     torch._dynamo.reset()
     step, kind, said = CASES[case]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tables import FULL
+from support.tables import FULL, product
 
 import functional_fsdp as fsdp
 from functional_fsdp import Layout, Schedule, ScheduleError, Spec
@@ -381,10 +381,12 @@ def test_a_group_may_be_asked_for_one_after_the_other() -> None:
     assert rank.unplanned == set()
 
 
-@pytest.mark.parametrize("keep", [None, (), "all"])
-@pytest.mark.parametrize("depth", [0, 1, 2, 4])
-@pytest.mark.parametrize("kibs", [[1] * 5, [2, 1, 3, 1, 2], [5, 4, 3, 2, 1]])
-def test_units_named_at_once_that_the_plan_has_one_after_the_other(kibs: list[int], depth: int, keep: Any) -> None:
+@pytest.mark.parametrize(
+    ("kibs", "depth", "keep"), product(((1,) * 5, (2, 1, 3, 1, 2), (5, 4, 3, 2, 1)), (0, 1, 2, 4), (None, (), "all"))
+)
+def test_units_named_at_once_that_the_plan_has_one_after_the_other(
+    kibs: tuple[int, ...], depth: int, keep: Any
+) -> None:
     """They are all good while they are held: the gather of the next one must not take the bytes of the first."""
     p = make_plan(stack(kibs), Schedule(prefetch=depth, keep=keep))
     for names in ("ab", "ba", "bc", "cde", "ac", "ad", "be", "abcde", "eca"):

@@ -16,7 +16,7 @@ import torch
 import torch._dynamo  # as where a state was made: the modes here go by what it loads
 import torch.nn.functional as F
 
-from functional_fsdp import ScheduleError, launch
+from functional_fsdp import ScheduleError
 from functional_fsdp.transforms._cuda_graph import graphed as questions
 from functional_fsdp.transforms._cuda_graph.guarding import UNKNOWN, Guard, Randoms, Steadiness
 from functional_fsdp.transforms._cuda_graph.host_traffic import Answering, Recording, Sides
@@ -131,7 +131,8 @@ def test_a_read_in_a_backward_is_seen_there() -> None:
     assert "grad.sum().item()" in key[1]
 
 
-def compiled_code_runs() -> bool:
+def test_compiled_code_runs_as_it_does_without() -> None:
+    torch._dynamo.reset()
     compiled = torch.compile(lambda x: x.sin() + 1, fullgraph=True, backend="eager")
     x = on_device(1, 2)
     with Recording(SIDES):
@@ -140,12 +141,6 @@ def compiled_code_runs() -> bool:
         compiled(x)
     with torch._dynamo.config.patch(error_on_recompile=True):
         compiled(x)
-    return True
-
-
-def test_compiled_code_runs_as_it_does_without() -> None:
-    """In a process of its own, where nothing else was compiled."""
-    assert launch(compiled_code_runs, nprocs=1) == [True]
 
 
 def refused(step: Callable[[], Any], warm: Callable[[], Any] | None = None, **options: Any) -> str:

@@ -85,7 +85,7 @@ def test_all_mutants_of_the_package_differ_and_parse() -> None:
     mutants = of_the_package()
     assert not [one.file for one in mutants if one.file.startswith(("transforms", "_launch"))]
     assert len({(one.file, one.key) for one in mutants}) == len(mutants) > 5000
-    for one in mutants[::20]:
+    for one in mutants[::97]:
         source = (ROOT / "functional_fsdp" / one.file).read_text()
         mutated = one.applied(source)
         assert mutated != source

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from unit.test_package import ALL, CORE, found_in, nodes, place
+from support.source import ALL, CORE, found_in, nodes, place
 
 #: the classes, by the names or paths under which their instances are used
 OWNERS = {

@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
+import torch
+from support.source import ALL, CORE, ROOT, TRANSFORMS, found_in, nodes, place
 
 import functional_fsdp as fsdp
 from functional_fsdp import _seams, extend, transforms
 from functional_fsdp._common.calls import _FUNCTIONS
 from functional_fsdp._state.state import FIELDS
 
-ROOT = Path(__file__).parents[2]
-CORE = sorted(f for f in (ROOT / "functional_fsdp").rglob("*.py") if "transforms" not in f.parts)
-TRANSFORMS = sorted((ROOT / "transforms").rglob("*.py"))
-ALL = CORE + TRANSFORMS
 FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint"}
 FACTORIES |= {"randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"}
-
-
-def place(file: Path) -> str:
-    """Where a file of the packages lies, as `_plan/layout.py`."""
-    return file.relative_to(ROOT / ("transforms" if file in TRANSFORMS else "functional_fsdp")).as_posix()
-
-
-@cache
-def nodes(file: Path) -> list[ast.AST]:
-    return [*ast.walk(ast.parse(file.read_text(), str(file)))]
 
 
 def tree(file: Path) -> ast.Module:
@@ -43,11 +31,6 @@ def tree(file: Path) -> ast.Module:
 
 def attributes(file: Path) -> Iterator[tuple[str, ast.Attribute]]:
     return ((node.attr, node) for node in nodes(file) if isinstance(node, ast.Attribute))
-
-
-def found_in(files: Iterable[Path], search: Callable[[Path], Iterable[Any]]) -> dict[str, list[Any]]:
-    """What a search finds, by file: a rule is one test, which lists whatever breaks it."""
-    return {place(file): found for file in files if (found := [*search(file)])}
 
 
 def test_no_file_registers_hooks() -> None:
@@ -414,7 +397,12 @@ def test_the_transforms_have_one_import_name() -> None:
         assert "transforms" not in names
 
 
-def test_imports_and_steps_that_compile_nothing_load_no_compiler() -> None:
+def layout_hash() -> str:
+    tree = {"a": {"w": torch.empty(3, 5), "b": torch.empty(7)}, "c": torch.empty(9)}
+    return fsdp.make_layout(tree, fsdp.Spec({"data": 4}, labels={"a.b": "bias"})).hash
+
+
+def test_imports_and_steps_that_compile_nothing_load_no_compiler_and_hashes_are_those_of_any_process() -> None:
     """Its import takes longer than all others, and than a small model's first step."""
     code = """
 import sys, torch, functional_fsdp as fsdp, functional_fsdp.transforms as T
@@ -430,5 +418,7 @@ for _ in range(2):
 assert loss > 0
 print({"torch._dynamo", "torch._inductor", "sympy", "torch.onnx"} & {*sys.modules})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout.split() == ["set()", "set()"]
+    code += inspect.getsource(layout_hash) + "print(layout_hash())"
+    env = os.environ | {"PYTHONHASHSEED": "12345"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, env=env)
+    assert done.stdout.split() == ["set()", "set()", layout_hash()]

@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from support.late_lane import LateLane, late_lane
+from support.tables import each
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
@@ -478,8 +479,7 @@ class Lists(nn.Module):
         return x + self.rnn(self.norm(x))[0]
 
 
-@pytest.mark.parametrize("pattern", ["*", "*.rnn"])
-@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+@pytest.mark.parametrize(("kind", "pattern"), each((nn.GRU, nn.LSTM, nn.RNN), ("*", "*.rnn")))
 def test_recurrent_modules_recompute(kind: type[nn.RNNBase], pattern: str) -> None:
     same(lambda: nn.Sequential(Lists(kind), Lists(kind)), None, pattern=pattern)
 

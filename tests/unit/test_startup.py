@@ -19,6 +19,7 @@ import torch
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
+from functional_fsdp._launch.launch import stop_workers
 from functional_fsdp.transforms._compile import code, startup, whole_step
 from functional_fsdp.transforms._compile.startup import OTHER, Sampler, StartupReport
 
@@ -256,10 +257,10 @@ FINISHES = {
 
 @pytest.mark.parametrize("finish", FINISHES)
 def test_compilers_start_on_a_thread_which_what_compiles_waits_for(finish: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("FINISH", FINISHES[finish])], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    """In a process of its own, where none has started yet."""
+    stop_workers()
+    fsdp.launch(exec, (PROGRAM.replace("FINISH", FINISHES[finish]), {}), nprocs=1)
+    stop_workers()
 
 
 FIRST = """

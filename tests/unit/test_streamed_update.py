@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from support.streams import ordered
+from support.tables import each
 
 import functional_fsdp as fsdp
 from functional_fsdp import extend
@@ -85,9 +86,9 @@ def stopped_at(line: int) -> Iterator[list[int]]:
         sys.settrace(before)
 
 
-@pytest.mark.parametrize(("watched", "overlap"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("kind", [HOST, {"main": HOST}], ids=str)
-def test_a_step_that_is_stopped_anywhere_costs_nothing_or_says_so(kind: Any, watched: bool, overlap: bool) -> None:
+@pytest.mark.parametrize(("kind", "how"), each((HOST, {"main": HOST}), ((False, False), (True, False), (True, True))))
+def test_a_step_that_is_stopped_anywhere_costs_nothing_or_says_so(kind: Any, how: tuple[bool, bool]) -> None:
+    watched, overlap = how
     with ordered() if watched else nullcontext() as order:
 
         def begun() -> fsdp.State:
