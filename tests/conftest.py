@@ -24,7 +24,7 @@ LONG = (
     "test_workers", "test_schedule", "test_benchmark", "test_launch", "test_remat", "test_models", "test_dtensors",
     "test_simulated", "test_cuda_graph", "test_cursor", "test_parity", "test_interrupts",
 )  # fmt: skip
-WHOLE = ("test_examples", "test_notebooks")  # long, but tests share what a test before them has made
+WHOLE = ("test_examples",)  # long, but tests share what a test before them has made
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one may take a second for anything
 hypothesis.settings.load_profile("any machine")
