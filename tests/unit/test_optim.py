@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -84,16 +85,61 @@ def equal(state: fsdp.State, wanted: dict[str, torch.Tensor], tolerance: float =
 # -------------------------------------------------------------------------------- adamw
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {},
-        {"lr": 3e-2, "weight_decay": 0.0},
-        {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.3},
-    ],
-)
-def test_adamw_equals_torch(kwargs: dict[str, Any]) -> None:
-    equal(ours(fsdp.adamw(**kwargs)), theirs(lambda groups: torch.optim.AdamW(groups, **kwargs)))
+def schedule(i: int) -> float:
+    return 1e-2 * min(1.0, (i + 1) / 3) * 0.9**i
+
+
+def always(number: float) -> Any:
+    """A setting that follows the count, and stays."""
+    return lambda count: number + 0.0 * count.double()
+
+
+ADAMW, SGD = torch.optim.AdamW, torch.optim.SGD
+PLAIN: list[tuple[Any, Any, dict[str, Any]]] = [  # with the same arguments
+    *((fsdp.adamw, ADAMW, given) for given in (
+        {}, {"lr": 3e-2, "weight_decay": 0.0}, {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.3})),
+    *((fsdp.sgd, SGD, {"lr": 1e-2, **more}) for more in (
+        {}, {"weight_decay": 0.1}, {"momentum": 0.9}, {"momentum": 0.9, "weight_decay": 0.1},
+        {"momentum": 0.7, "nesterov": True, "weight_decay": 0.1})),
+]  # fmt: skip
+DECAYED = partial(ADAMW, lr=1e-2, betas=(0.8, 0.95), eps=1e-5, weight_decay=0.1)
+NORM: dict[str, dict[str, Any]] = {"norm": {"eps": 1e-3, "betas": (0.7, 0.9)}, "bias": {"weight_decay": 0.3}}
+MOVED: dict[str, dict[str, Any]] = {"norm": {"momentum": 0.0}, "bias": {"momentum": 0.5, "weight_decay": 0.2}}
+MOMENTA: dict[str, Any] = {"norm": 0.0, "bias": 0.5, "default": 0.9}
+BETAS: Any = {"norm": (0.7, 0.9), "default": [0.8, 0.95]}
+#: optimizers, the class of torch that is theirs, what it has in each group, and its rate by step
+EQUAL: dict[str, tuple[list[Any], Any, dict[str, dict[str, Any]], Any]] = {
+    **{f"{made.__name__} {given}": ([made(**given)], partial(its, **given), {}, None) for made, its, given in PLAIN},
+    "adamw by label": (
+        [fsdp.adamw(lr={"norm": 1e-3, "default": 2e-2, "bias": 5e-3}, weight_decay={"bias": 0.0, "default": 0.2})],
+        partial(ADAMW, weight_decay=0.2, lr=2e-2),
+        {"bias": {"weight_decay": 0.0, "lr": 5e-3}, "norm": {"lr": 1e-3}}, None),
+    "a rate that returns a number": ([fsdp.adamw(lr=lambda count: schedule(int(count)))], ADAMW, {}, schedule),  # type: ignore[arg-type]
+    "betas by label": (
+        [fsdp.adamw(lr=rate, betas=BETAS) for rate in (1e-2, {"norm": 1e-2, "default": 1e-2})],
+        partial(ADAMW, lr=1e-2, betas=(0.8, 0.95)), {"norm": {"betas": (0.7, 0.9)}}, None),
+    "any number of adamw, by label and by the count": (  # which kernel does it may differ
+        [fsdp.adamw(lr=1e-2, betas={"norm": (0.7, always(0.9)), "default": (0.8, 0.95)},
+                    eps={"norm": 1e-3, "default": always(1e-5)}, weight_decay={"bias": always(0.3), "default": 0.1}),
+         fsdp.adamw(lr=1e-2, betas={"norm": (0.7, 0.9), "default": (0.8, 0.95)}, eps={"norm": 1e-3, "default": 1e-5},
+                    weight_decay={"bias": 0.3, "default": 0.1})], DECAYED, NORM, None),
+    "any number of sgd, by label and by the count": (
+        [fsdp.sgd(lr=1e-2, momentum=MOMENTA, weight_decay={"bias": 0.2, "default": 0.1}),
+         fsdp.sgd(lr=1e-2, momentum={**MOMENTA, "bias": always(0.5)},
+                  weight_decay={"bias": always(0.2), "default": 0.1})],
+        partial(SGD, lr=1e-2, momentum=0.9, weight_decay=0.1), MOVED, None),
+    "sgd by label and by the count": (
+        [fsdp.sgd(lambda count: 1e-2 * 0.9 ** count.double(), 0.9, weight_decay={"bias": 0.0, "default": 0.2})],
+        partial(SGD, lr=1.0, momentum=0.9, weight_decay=0.2), {"bias": {"weight_decay": 0.0}}, lambda i: 1e-2 * 0.9**i),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_the_numbers_are_those_of_torch(case: str) -> None:
+    optimizers, make, settings, rate = EQUAL[case]
+    wanted = theirs(make, settings, rate)
+    for optimizer in optimizers:
+        equal(ours(optimizer), wanted)
 
 
 def test_adamw_has_the_defaults_of_torch() -> None:
@@ -106,27 +152,12 @@ def test_adamw_has_the_defaults_of_torch() -> None:
     }
 
 
-def test_adamw_by_label() -> None:
-    decay = {"bias": 0.0, "default": 0.2}
-    rates = {"norm": 1e-3, "default": 2e-2, "bias": 5e-3}
-    settings = {
-        "bias": {"weight_decay": 0.0, "lr": 5e-3},
-        "norm": {"weight_decay": 0.2, "lr": 1e-3},
-        "default": {"weight_decay": 0.2, "lr": 2e-2},
-    }
-    equal(ours(fsdp.adamw(lr=rates, weight_decay=decay)), theirs(lambda groups: torch.optim.AdamW(groups), settings))
-
-
 def test_labels_change_nothing_when_settings_do_not_differ() -> None:
     one = fsdp.full_params(ours(fsdp.adamw(lr=1e-2)))
     state = fsdp.shard(tree(0), spec(), fsdp.adamw(lr=1e-2))
     for i in range(STEPS):
         state = fsdp.step(fsdp.reduce(state, tree(i + 1)))
     assert all(torch.equal(one[name], p) for name, p in fsdp.full_params(state).items())
-
-
-def schedule(i: int) -> float:
-    return 1e-2 * min(1.0, (i + 1) / 3) * 0.9**i
 
 
 def test_a_rate_that_is_a_function_of_the_count() -> None:
@@ -140,11 +171,6 @@ def test_a_rate_that_is_a_function_of_the_count() -> None:
     equal(ours(fsdp.adamw(lr=rate)), theirs(torch.optim.AdamW, rate=schedule))
     assert {int(c) for c in seen} == set(range(STEPS))
     assert all(c.dtype is torch.int64 and c.shape == () for c in seen)
-
-
-def test_a_rate_that_returns_a_number() -> None:
-    rate: Any = lambda count: schedule(int(count))  # noqa: E731
-    equal(ours(fsdp.adamw(lr=rate)), theirs(torch.optim.AdamW, rate=schedule))
 
 
 def test_functions_by_label() -> None:
@@ -176,39 +202,11 @@ def test_a_label_without_a_setting() -> None:
         fsdp.shard(tree(0), spec(labels=LABELS), fsdp.sgd(weight_decay={"bias": 0.0}))
 
 
-def test_betas_by_label() -> None:
-    betas = {"norm": (0.7, 0.9), "default": [0.8, 0.95]}
-    settings = {"norm": {"betas": (0.7, 0.9)}}
-    wanted = theirs(lambda groups: torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95)), settings)
-    for rate in (1e-2, {"norm": 1e-2, "default": 1e-2}):
-        equal(ours(fsdp.adamw(lr=rate, betas=betas)), wanted)
+def test_betas_for_labels_that_there_are() -> None:
     with pytest.raises(SpecError, match=r"betas=\{'norm': \(0\.7, 0\.9\)\}: nothing for the label '(default|bias)'"):
         fsdp.shard(tree(0), spec(labels=LABELS), fsdp.adamw(betas={"norm": (0.7, 0.9)}))
-    assert hash(fsdp.adamw(betas=betas)) == hash(fsdp.adamw(betas=betas))
-    assert fsdp.adamw(betas=betas) == fsdp.adamw(betas=betas)
-
-
-def test_any_number_of_adamw_by_label_or_by_the_count() -> None:
-    """Which kernel does it may differ; the numbers are those of torch with the same ones in each group."""
-    settings: dict[str, dict[str, Any]] = {"norm": {"eps": 1e-3, "betas": (0.7, 0.9)}, "bias": {"weight_decay": 0.3}}
-    made = torch.optim.AdamW
-    wanted = theirs(lambda groups: made(groups, lr=1e-2, betas=(0.8, 0.95), eps=1e-5, weight_decay=0.1), settings)
-    betas: Any = {"norm": (0.7, lambda count: 0.9 + 0.0 * count.double()), "default": (0.8, 0.95)}
-    eps: Any = {"norm": 1e-3, "default": lambda count: 1e-5 + 0.0 * count.double()}
-    decay: Any = {"bias": lambda count: 0.3 + 0.0 * count.double(), "default": 0.1}
-    equal(ours(fsdp.adamw(lr=1e-2, betas=betas, eps=eps, weight_decay=decay)), wanted)
-    numbers: Any = {"eps": {"norm": 1e-3, "default": 1e-5}, "weight_decay": {"bias": 0.3, "default": 0.1}}
-    equal(ours(fsdp.adamw(lr=1e-2, betas={"norm": (0.7, 0.9), "default": (0.8, 0.95)}, **numbers)), wanted)
-
-
-def test_any_number_of_sgd_by_label_or_by_the_count() -> None:
-    settings: dict[str, dict[str, Any]] = {"norm": {"momentum": 0.0}, "bias": {"momentum": 0.5, "weight_decay": 0.2}}
-    wanted = theirs(lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, weight_decay=0.1), settings)
-    momentum = {"norm": 0.0, "bias": 0.5, "default": 0.9}
-    equal(ours(fsdp.sgd(lr=1e-2, momentum=momentum, weight_decay={"bias": 0.2, "default": 0.1})), wanted)
-    moving: Any = {**momentum, "bias": lambda count: 0.5 + 0.0 * count.double()}
-    decay: Any = {"bias": lambda count: 0.2 + 0.0 * count.double(), "default": 0.1}
-    equal(ours(fsdp.sgd(lr=1e-2, momentum=moving, weight_decay=decay)), wanted)
+    assert hash(fsdp.adamw(betas=BETAS)) == hash(fsdp.adamw(betas=BETAS))
+    assert fsdp.adamw(betas=BETAS) == fsdp.adamw(betas=BETAS)
 
 
 def test_a_momentum_that_follows_the_count() -> None:
@@ -310,33 +308,6 @@ def test_labels_that_only_one_side_names() -> None:
 
 
 # -------------------------------------------------------------------------------- sgd
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"lr": 1e-2},
-        {"lr": 1e-2, "weight_decay": 0.1},
-        {"lr": 1e-2, "momentum": 0.9},
-        {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
-        {"lr": 1e-2, "momentum": 0.7, "nesterov": True, "weight_decay": 0.1},
-    ],
-)
-def test_sgd_equals_torch(kwargs: dict[str, Any]) -> None:
-    equal(ours(fsdp.sgd(**kwargs)), theirs(lambda groups: torch.optim.SGD(groups, **kwargs)))
-
-
-def test_sgd_by_label_and_by_count() -> None:
-    def rate(count: torch.Tensor) -> torch.Tensor:
-        return 1e-2 * 0.9 ** count.double()
-
-    state = ours(fsdp.sgd(lr=rate, momentum=0.9, weight_decay={"bias": 0.0, "default": 0.2}))
-    wanted = theirs(
-        lambda groups: torch.optim.SGD(groups, lr=1.0, momentum=0.9, weight_decay=0.2),
-        {"bias": {"weight_decay": 0.0}},
-        rate=lambda i: 1e-2 * 0.9**i,
-    )
-    equal(state, wanted)
 
 
 def test_sgd_without_momentum_keeps_no_state() -> None:
