@@ -375,6 +375,13 @@ dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.in
 leaf_lists = st.lists(st.tuples(shapes, dtypes, st.sampled_from("xyz")), min_size=1, max_size=7)
 
 
+def relaxed(test: Any) -> Any:
+    """Of some trees a unit has most bytes, which warns."""
+    return pytest.mark.filterwarnings("ignore:The unit .* has .* of all bytes:UserWarning")(
+        settings(max_examples=60)(test)
+    )
+
+
 @st.composite
 def layouts(draw: Any) -> tuple[Layout, dict[str, int]]:
     """A random layout on a random mesh of one or two axes, and the mesh's sizes."""
@@ -393,8 +400,7 @@ def coordinates(mesh: dict[str, int]) -> list[dict[str, int]]:
     return [dict(zip(mesh, c, strict=True)) for c in product(*(range(n) for n in mesh.values()))]
 
 
-@settings(max_examples=60, deadline=None)
-@pytest.mark.filterwarnings("ignore:The unit .* has .* of all bytes:UserWarning")  # of some trees
+@relaxed
 @given(layouts())
 def test_leaves_are_aligned_inside_the_bucket_and_do_not_overlap(given_: tuple[Layout, dict[str, int]]) -> None:
     layout, mesh = given_
@@ -412,16 +418,18 @@ def test_leaves_are_aligned_inside_the_bucket_and_do_not_overlap(given_: tuple[L
     assert sorted(placed) == sorted(layout.paths)
 
 
-@settings(max_examples=60, deadline=None)
-@pytest.mark.filterwarnings("ignore:The unit .* has .* of all bytes:UserWarning")  # of some trees
+@relaxed
 @given(layouts())
-def test_slices_tile_the_bucket_and_nest(given_: tuple[Layout, dict[str, int]]) -> None:
+def test_slices_tile_the_bucket_and_nest_and_ranks_of_one_are_replicas(given_: tuple[Layout, dict[str, int]]) -> None:
     layout, mesh = given_
     for bucket in layout.buckets.values():
         for kind in KINDS:
             axes = getattr(bucket.placement, kind)
-            spans = {bucket.span(axes, c) for c in coordinates(mesh)}
+            spans: dict[tuple[int, int], set[tuple[int, ...]]] = {}  # and where the replicas of each are
+            for c in coordinates(mesh):
+                spans.setdefault(bucket.span(axes, c), set()).add(tuple(c[a] for a in axes))
             assert len(spans) == bucket.slices(kind) or not bucket.numel
+            assert all(len(where) == 1 for where in spans.values()) or not bucket.numel
             edges = sorted(spans)
             assert edges[0][0] == 0
             assert edges[-1][1] == bucket.numel
@@ -432,22 +440,7 @@ def test_slices_tile_the_bucket_and_nest(given_: tuple[Layout, dict[str, int]]) 
             assert weights[0] <= grads[0] <= main[0] <= main[1] <= grads[1] <= weights[1]
 
 
-@settings(max_examples=60, deadline=None)
-@pytest.mark.filterwarnings("ignore:The unit .* has .* of all bytes:UserWarning")  # of some trees
-@given(layouts())
-def test_ranks_of_one_shard_are_the_replicas(given_: tuple[Layout, dict[str, int]]) -> None:
-    layout, mesh = given_
-    for bucket in layout.buckets.values():
-        for kind in KINDS if bucket.numel else ():
-            axes = getattr(bucket.placement, kind)
-            holders: dict[tuple[int, int], set[tuple[int, ...]]] = {}
-            for c in coordinates(mesh):
-                holders.setdefault(bucket.span(axes, c), set()).add(tuple(c[a] for a in axes))
-            assert all(len(where) == 1 for where in holders.values())
-
-
-@settings(max_examples=60, deadline=None)
-@pytest.mark.filterwarnings("ignore:The unit .* has .* of all bytes:UserWarning")  # of some trees
+@relaxed
 @given(layouts())
 def test_labels_are_runs_that_cover_the_bucket(given_: tuple[Layout, dict[str, int]]) -> None:
     layout, _ = given_
@@ -464,8 +457,7 @@ def test_labels_are_runs_that_cover_the_bucket(given_: tuple[Layout, dict[str, i
             assert leaf.offset + leaf.numel <= stop
 
 
-@settings(max_examples=60, deadline=None)
-@pytest.mark.filterwarnings("ignore:The unit .* has .* of all bytes:UserWarning")  # of some trees
+@relaxed
 @given(layouts(), st.data())
 def test_the_leaves_of_some_labels_are_where_they_were(given_: tuple[Layout, dict[str, int]], data: Any) -> None:
     layout, _ = given_
@@ -493,8 +485,7 @@ def test_the_leaves_of_some_labels_are_where_they_were(given_: tuple[Layout, dic
         assert chosen <= given_runs <= held
 
 
-@settings(max_examples=60, deadline=None)
-@pytest.mark.filterwarnings("ignore:The unit .* has .* of all bytes:UserWarning")  # of some trees
+@relaxed
 @given(layouts())
 def test_pieces_tile_the_bucket(given_: tuple[Layout, dict[str, int]]) -> None:
     layout, _ = given_
