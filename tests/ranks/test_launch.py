@@ -117,16 +117,19 @@ def test_threads_after_a_parallel_caller() -> None:
 
 
 def test_a_caller_that_compiled_leaves_its_ranks_able_to() -> None:
-    from torch._inductor import config
-    from torch._inductor.async_compile import AsyncCompile
+    def compiled() -> int:
+        from torch._inductor import config
+        from torch._inductor.async_compile import AsyncCompile
 
-    with config.patch(compile_threads=2):
-        assert AsyncCompile.pool().submit(int, "3").result() == 3
+        with config.patch(compile_threads=2):
+            return AsyncCompile.pool().submit(int, "4").result(timeout=10)
+
+    assert compiled() == 4
+    _launch.stop_workers()
+    try:
+        assert launch(compiled, nprocs=2) == [4, 4]
+    finally:
         _launch.stop_workers()
-        try:
-            assert launch(lambda: AsyncCompile.pool().submit(int, "4").result(timeout=10), nprocs=2) == [4, 4]
-        finally:
-            _launch.stop_workers()
 
 
 def test_a_world_of_one_needs_no_set_up_and_its_groups_stay_with_the_caller() -> None:
