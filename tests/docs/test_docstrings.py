@@ -104,7 +104,7 @@ def test_an_example_runs(example: doctest.DocTest, monkeypatch: pytest.MonkeyPat
     assert lines or name in MAY_SKIP, f"{example.name}: no line of this example runs"
     example.globs = {**NAMES, **own, **scene()}
     said: list[str] = []
-    doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(example, out=said.append)
+    doctest.DocTestRunner(verbose=False, optionflags=doctest.NORMALIZE_WHITESPACE).run(example, out=said.append)
     assert not said, "".join(said)
 
 
