@@ -366,6 +366,21 @@ def test_jit_modules_that_have_weights_are_refused() -> None:
     assert torch.equal(T.apply(model)(state, X)[1], want)
 
 
+def test_parts_and_buffers_of_a_jit_module() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.BatchNorm1d(4, affine=False)))
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        module[1] = torch.jit.script(module[1])
+    state, model = made(module)
+    forward_backward = T.forward_backward(model, total)
+    state, loss = forward_backward(state, X)
+    state = fsdp.step(state)
+    assert torch.equal(loss, total(module, X))
+    assert same(dict(state.buffers), dict(module.named_buffers()))
+    bare = fsdp.shard(fsdp.full_params(state), state.spec)
+    model.eval()
+    forward_backward(bare, X)  # its buffers stay with the module
+
+
 def test_freezing_a_skeleton_says_what_to_do() -> None:
     _, model = fsdp.functionalize(Net())
     with pytest.raises(fsdp.TreeError, match=r"Spec\(trainable=\{pattern: False\}\)"):

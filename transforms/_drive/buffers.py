@@ -247,7 +247,7 @@ class Buffers:
             self._refuse_new()
         if not (self.persistent or self.rest):
             return state.buffers
-        now = {path: held.get(name) for path, (held, name) in self.places.items()}
+        now = {path: _get(held, name) for path, (held, name) in self.places.items()}
         changed = self.changed(now)
         given = state.buffers if isinstance(state.buffers, dict) else {}
         mine = {}
@@ -303,7 +303,7 @@ class Buffers:
         """Buffers that stay with the module, after a forward."""
         for path, (t, counted, copied) in self.before.items():
             held, name = self.rest[path]
-            new = held.get(name)
+            new = _get(held, name)
             if new is t and self.spoilt(t, counted, copied):
                 raise SpecError(
                     f"the forward changed the buffer {path!r} in place, which is not persistent, and not in the state: "
@@ -407,6 +407,11 @@ def shared_axes(paths: Iterable[str], layout: Layout, spec: Spec) -> dict[str, t
                 several = _by_rule(path, spec) or several
         found[path] = tuple(axis for axis in spec.data if all(axis in axes for axes in several))
     return found
+
+
+def _get(held: Any, name: str) -> torch.Tensor | None:
+    """A buffer by its name: of a dict, or of what a script module has in its place."""
+    return held[name] if name in held else None  # noqa: SIM401
 
 
 def _by_rule(path: str, spec: Spec) -> set[tuple[str, ...]]:

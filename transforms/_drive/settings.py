@@ -81,7 +81,7 @@ class Noted:
         ]  # fmt: skip
 
     def _tables(self, held: dict[str, Any]) -> Any:
-        return [*map(tuple, map(dict.values, itemgetter(*TABLES)(held)))] if any(map(held.get, TABLES)) else ()
+        return [tuple(held[name].values()) for name in TABLES] if any(map(held.get, TABLES)) else ()
 
     def changed(self, owner: Any, held: dict[str, Any]) -> str:
         """What is other than noted; "" if nothing is."""
@@ -182,7 +182,8 @@ class Settings:
                 self.tensors += [t for ref, _ in part.tensors.values() if (t := ref()) is not None]
                 if part.module:
                     tables = [vars(owner)[name] for name in TABLES]
-                    self.dicts += filter(None, tables)
+                    self.dicts += [table for table in tables if table and isinstance(table, dict)]
+                    self.slots += [t.values for t in tables if not isinstance(t, dict)]  # a script module's parts
                     self.empty += [table for table in tables if not table]
         self.before = self._values()
 

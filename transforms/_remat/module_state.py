@@ -224,7 +224,7 @@ def _places(modules: Sequence[nn.Module], every: bool) -> Iterator[StatePlace]:
     """The buffers of modules, and attributes to look into."""
     for part in modules:
         held, notes = vars(part), notes_of(part)
-        for name in part._buffers:
+        for name in part._buffers.keys():  # noqa: SIM118 (what a script module has is no dict)
             yield StatePlace(part, part._buffers, name)
         if every:
             notes.watched = {name for name in held.keys() - OWN if may_go_on(held[name])}
