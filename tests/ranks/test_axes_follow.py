@@ -78,6 +78,70 @@ def test_norms_products_and_sums_count_each_element_once() -> None:
             assert of_leaves == pytest.approx(leaves, abs=1e-10)
 
 
+class Mlp(torch.nn.Module):
+    """Two layers that are cut along an axis, and one that is not."""
+
+    def __init__(self, tp: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tp = tp
+        self.stem, self.up, self.down = (
+            torch.nn.Linear(n, m, dtype=torch.float64) for n, m in ((3, 4), (4, 8), (8, 2))
+        )
+
+    def part(self, stem: Any, up: Any, down: Any, x: torch.Tensor) -> torch.Tensor:
+        h = stem(x)
+        h = down(up(h if self.tp is None else C.pvary(h, self.tp)).tanh())
+        return h if self.tp is None else C.psum(h, self.tp)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(self.stem, self.up, lambda h: F.linear(h, self.down.weight), x).square().sum()
+
+
+def by_sample(by_hand: bool, own: Any) -> Any:
+    mesh = fsdp.local_mesh()
+    rules = {"up.*": ("tp", 0), "down.weight": ("tp", 1), "*": own}
+    spec = fsdp.Spec(mesh, own=rules, trainable={"down.bias": False}, schedule=fsdp.Schedule(order="recorded"))
+    params, model = fsdp.functionalize(Mlp(mesh["tp"]), spec)
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
+    given: Any = (model, lambda m, x: m(x))
+    if by_hand:
+        units = ("stem", "up", "down")
+
+        def all_of(w: Any, _: Any, x: torch.Tensor) -> torch.Tensor:
+            stem, up = (fsdp.bind(getattr(model, unit), w[unit]) for unit in units[:2])
+            return model.part(stem, up, lambda h: F.linear(h, w["down"]["weight"]), x).square().sum()
+
+        given = ({units: all_of},)
+    x = torch.arange(12.0, dtype=torch.float64).view(4, 3).sin() * (1 + mesh.get_local_rank("data"))
+    state, (_, norms) = T.per_sample_norms(*given, chunk=3)(state, x)
+    state, _ = T.clipped_gradients(*given, max_norm=0.5)(state, x)
+    return norms, fsdp.full_params(fsdp.step(state)), mesh.get_local_rank("data")
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_norms_by_sample_are_those_of_whole_leaves(by_hand: bool) -> None:
+    model = Mlp(None)
+    trained = {name: p for name, p in model.named_parameters() if name != "down.bias"}
+    x = torch.arange(12.0, dtype=torch.float64).view(4, 3).sin()
+    grads = [torch.autograd.grad(model(row), [*trained.values()]) for row in torch.cat((x, 2 * x))]
+    norms = torch.stack([torch.cat([grad.flatten() for grad in some]).norm() for some in grads])
+    want = {
+        name: p.detach()
+        - 0.1 * sum(some[i] * min(1, 0.5 / float(norm)) for some, norm in zip(grads, norms, strict=True)) / 8
+        for i, (name, p) in enumerate(trained.items())
+    }
+    with simulate(data=2, tp=2) as ranks:
+        for found, weights, row in by_rank(ranks(by_sample, by_hand, "tp")):
+            torch.testing.assert_close(found, norms[4 * row : 4 * row + 4], rtol=0, atol=1e-12)
+            for name, leaf in want.items():
+                torch.testing.assert_close(weights[name], leaf, rtol=0, atol=1e-12)
+        with pytest.raises(
+            fsdp.LaunchError, match=r"the gradient of 'stem.weight' is not of its own samples: along 'tp'"
+        ):
+            ranks(by_sample, by_hand, fsdp.Along("tp", grads="sum"))
+
+
 def spoilt() -> tuple[bool, str, int, int]:
     mesh, state, model = made()
     state, _ = T.forward_backward(model, cut.loss_fn)(state, cut.batch(0, mesh.get_local_rank("data")))

@@ -18,7 +18,7 @@ import torch.nn as nn
 
 from functional_fsdp import SpecError, State, TreeError
 from functional_fsdp._seams import torch_private
-from functional_fsdp.extend import Session, alone
+from functional_fsdp.extend import Session, alone, over_shards
 
 from .._drive.apply import Forward
 from .._drive.driver import eager_only
@@ -103,17 +103,20 @@ def per_sample_norms(
         `f(state, batch) -> state, (losses [B], norms [B])`, of this rank's samples, norms in float32 or more. Between
         steps the state is as good afterwards as before; in the middle of a step the step goes on from the new one.
 
-    Nothing is reduced. Frozen leaves do not count, tied leaves are one. In a module each sample has weights of its own,
-    which are the same bytes, so autograd gives a unit's gradients by sample; they are squared, and dropped, when all of
-    the unit's are there.
+    Of gradients nothing is reduced. Frozen leaves do not count, tied leaves are one. Of leaves that are cut along an
+    axis of the model's own each rank has its part, and all have the norm of the whole. In a module each sample has
+    weights of its own, which are the same bytes, so autograd gives a unit's gradients by sample; they are squared, and
+    dropped, when all of the unit's are there.
 
     Raises:
         TreeError: stages of the wrong kind, a loss that is no scalar, a batch without samples; by the name of the unit,
         what vmap refuses (random numbers, BatchNorm in training mode, an operation without a batching rule).
         ScheduleError (from f): a unit without a stage, or the other way round; a weight that is given to an
-        autograd.Function outside of the module that holds it.
+        autograd.Function outside of the module that holds it. SpecError (from f): a leaf whose gradient a rank does not
+        have by sample: `Along(grads="sum")`, or cut along an axis of the data (experts).
 
-    Collective: as `unshard` for each use of a unit, forward and backward.
+    Collective: as `unshard` for each use of a unit, forward and backward; an all-reduce of [B] numbers for each axis of
+    the model's own along which leaves are cut.
 
     Example:
         >>> norms_of = T.per_sample_norms(model, loss_fn)
@@ -165,32 +168,67 @@ def norms_of_module(
     driven: Forward, loss_fn: Any, chunk: int | None, state: State, batch: Any
 ) -> tuple[State, torch.Tensor, torch.Tensor]:
     """By a driven forward and backward, of weights of which each sample has its own."""
-    n, found = rows(driven.verb, batch), []
+    n = rows(driven.verb, batch)
+    found: list[tuple[torch.Tensor, Squares]] = []
     for first in range(0, n, chunk or n):
         cut = partial(_rows, slice(first, first + (chunk or n)))
-        state, *both = _squares(driven, loss_fn, state, pytree.tree_map_only(torch.Tensor, cut, batch))
-        found.append(both)
-    losses, squares = map(torch.cat, zip(*found, strict=True))
-    return state, losses, squares.sqrt()
+        state, losses, squares = _squares(driven, loss_fn, state, pytree.tree_map_only(torch.Tensor, cut, batch))
+        found.append((losses, squares))
+    losses = torch.cat([one for one, _ in found])
+    return state, losses, _norms(state, {axes: torch.cat([one[axes] for _, one in found]) for axes in found[0][1]})
+
+
+Squares = dict[tuple[str, ...], torch.Tensor]  # squared norms [B], by the axes of the model's own that cut leaves
+
+
+def _axes_of(verb: str, state: State) -> dict[tuple[str, str], tuple[str, ...]]:
+    """The axes along which each leaf that trains is cut, as (unit, key).
+
+    Raises:
+        SpecError: a rank has no gradient of it by sample.
+    """
+    data, sizes, found = state.spec.data, state.spec.axes, {}
+    for unit in state.layout.units:
+        buckets = {leaf.path: bucket for bucket in unit.buckets if bucket.trainable for leaf in bucket.leaves}
+        for key, path in zip(unit.keys, unit.paths, strict=True):
+            if (bucket := buckets.get(path)) is not None:
+                axes = found[unit.name, key] = tuple(axis for axis in bucket.cut if sizes[axis] > 1)
+                mixed = [
+                    axis for axis in (*bucket.summed, *axes) if sizes[axis] > 1 and axis in (*bucket.summed, *data)
+                ]
+                if mixed:
+                    raise SpecError(
+                        f"{verb}: what a rank has of the gradient of {path!r} is not of its own samples: along "
+                        f"{mixed[0]!r} it is added up, or comes from the samples of other ranks."
+                    )
+    return found
+
+
+def _norms(state: State, squares: Squares) -> torch.Tensor:
+    """[B], of the squares of each rank's parts."""
+    if [*squares] != [()]:
+        squares = over_shards(state, squares)
+    return torch.stack([*squares.values()]).sum(0).sqrt()
 
 
 def _rows(which: slice, t: torch.Tensor) -> torch.Tensor:
     return t[which] if t.dim() else t
 
 
-def _squares(driven: Forward, loss_fn: Any, state: State, batch: Any) -> tuple[State, torch.Tensor, torch.Tensor]:
-    """The new state, losses [B], and squared norms [B]."""
+def _squares(driven: Forward, loss_fn: Any, state: State, batch: Any) -> tuple[State, torch.Tensor, Squares]:
+    """The new state, losses [B], and squared norms."""
+    axes_of = _axes_of(driven.verb, state)
     with driven.running(state) as driver, torch.enable_grad():
         driver.split_into(rows(driven.verb, batch))
         losses = losses_of(loss_fn, driven.verb, driver.model, samples(batch), lambda: driver.lifting(Samples()))
-        squares = torch.zeros(
-            losses.shape, dtype=torch.promote_types(losses.dtype, torch.float32), device=losses.device
-        )
+        zeros = torch.zeros(losses.shape, dtype=torch.promote_types(losses.dtype, torch.float32), device=losses.device)
+        squares = {axes: zeros.clone() for axes in ((), *axes_of.values())}
 
-        def add(state: State, grads: Mapping[str, torch.Tensor | None], *_: Any, **__: Any) -> State:
-            for grad in grads.values():
+        def add(state: State, grads: Mapping[str, torch.Tensor | None], unit: str, **_: Any) -> State:
+            for key, grad in grads.items():
                 if grad is not None and grad.numel():
-                    squares.add_(grad.detach().reshape(len(grad), -1).to(squares.dtype).square().sum(1))
+                    square = grad.detach().reshape(len(grad), -1).to(zeros.dtype).square().sum(1)
+                    squares[axes_of[unit, key]].add_(square)
             return state
 
         driver.deliver(add, None)
@@ -258,6 +296,7 @@ def norms_of_stages(
     """By a walk, forward and backward."""
     rows(walk.verb, batch)
     walk.fit(state)
+    axes_of = _axes_of(walk.verb, state)
     h: Any = None
     inputs: list[Any] = []
     for stage in walk.forward:
@@ -270,28 +309,31 @@ def norms_of_stages(
     check_loss(f"{walk.verb}: for one sample", f"the last stage, {walk.forward[-1].key!r},", one)
 
     losses, dh = h, torch.ones_like(h)
-    squares = torch.zeros_like(losses, dtype=torch.promote_types(losses.dtype, torch.float32))
+    zeros = torch.zeros_like(losses, dtype=torch.promote_types(losses.dtype, torch.float32))
+    squares = dict.fromkeys(((), *axes_of.values()), zeros)
     tied: Weights = {}  # per-sample gradients of units that an earlier stage uses as well
     for stage in walk.backward:
         state, w = stage.gather(state)
         own = {unit: tied.pop(unit) for unit in stage.units if unit in tied}
         trained, h = walk.trained(state, w), inputs.pop()
         if h is not None or any(trained.values()):
-            pull = partial(_of_one, stage, w, trained, squares.new_zeros(()))
-            dh, square, more = vmap(pull, in_dims=dims((h, batch, dh, own)), chunk_size=chunk)(h, batch, dh, own)
-            squares += square
+            pull = partial(_of_one, stage, w, trained, axes_of, dict.fromkeys(squares, zeros.new_zeros(())))
+            dh, some, more = vmap(pull, in_dims=dims((h, batch, dh, own)), chunk_size=chunk)(h, batch, dh, own)
+            squares = {axes: square + some[axes] for axes, square in squares.items()}
             tied |= more
         state = stage.release(state)
-    return state, losses, squares.sqrt()
+    return state, losses, _norms(state, squares)
 
 
-def _of_one(stage: Stage, w: Weights, trained: Weights, square: torch.Tensor, *sample: Any) -> Any:
-    """Of a sample: dh, the squared norm of the gradients that are complete here, and those that are not yet."""
+def _of_one(stage: Stage, w: Weights, trained: Weights, axes_of: Any, zeros: Squares, *sample: Any) -> Any:
+    """Of a sample: dh, the squared norms of the gradients that are complete here, and those that are not yet."""
     h, data, dh, own = sample
     dw, back = functional_vjp(lambda trained, h: stage.run(w, trained, h, data), (trained, h))[1](dh)
     for unit, before in own.items():
         dw[unit] = {key: before[key] + grad for key, grad in dw[unit].items()}
+    squares = {**zeros}
     for unit in stage.opens:
-        for grad in dw[unit].values():
-            square = square + grad.to(square.dtype).square().sum()
-    return () if h is None else back, square, {unit: grads for unit, grads in dw.items() if unit not in stage.opens}
+        for key, grad in dw[unit].items():
+            axes = axes_of[unit, key]
+            squares[axes] = squares[axes] + grad.to(zeros[axes].dtype).square().sum()
+    return () if h is None else back, squares, {unit: grads for unit, grads in dw.items() if unit not in stage.opens}
