@@ -36,7 +36,7 @@ from .._plan.layout import Leaf
 from .._redistribute.redistribute import nodes_of
 from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._storage.flat import FlatBuffer
+from .._storage.flat import FlatBuffer, refuse_blocks
 from .conversions import Concatenated, Conversion, Sliced, Stacked, Transposed
 from .dcp_files import read_tensors
 from .manifest import NOTE, Tensor
@@ -293,10 +293,11 @@ def recut(
             bucket = node.value.bucket
             for leaf in bucket.leaves:
                 old = told.get(leaf.path, ())
-                new = () if bucket.by_leaf else tuple(cut for cut in leaf.cuts if cut.ranks > 1)
-                places = [*bucket.cut] if bucket.by_leaf else [cut.axis for cut in new]
-                if old == new or (bucket.by_leaf and [cut.axis for cut in old] == places):
+                new = tuple(cut for cut in leaf.cuts if cut.ranks > 1)
+                places = {axis: run.sizes[axis] for axis in bucket.cut if run.sizes[axis] > 1}
+                if {cut.axis: cut.ranks for cut in old} == places if bucket.by_leaf else old == new:
                     continue
+                refuse_blocks(bucket, leaf.path)
                 base = f"{'.'.join(filter(None, (field, node.path)))}.{leaf.path}"
                 names = names_by_place(base, old, there)
                 if not names or any(name not in there for name in names.values()):

@@ -43,7 +43,7 @@ from .._spec.spec import Spec
 from .._state.lineage import Version
 from .._state.shard import given, needs_spec, no_residual
 from .._state.state import State
-from .._storage.flat import FlatBuffer, LeafShard, gather_leaves, leaf_shards, leaves_of, whole_leaves
+from .._storage.flat import FlatBuffer, LeafShard, gather_leaves, leaf_shards, leaves_of, refuse_blocks, whole_leaves
 from .._storage.weights import no_scales, refresh, stored_as
 
 __all__ = ["Mover", "Node", "free_arena", "freeze", "leaf_infos", "moved", "nodes_of", "redistribute", "unfreeze"]
@@ -335,6 +335,9 @@ class Mover:
         homes = self._homes(tree)
         looked: set[str] = set()
         for name, buffer in tree.items():
+            for leaf in () if self.stays_cut else buffer.bucket.leaves:
+                if leaf.cuts or self.home[leaf.path].cut:
+                    refuse_blocks(buffer.bucket, leaf.path)
             if not buffer.bucket.by_leaf and buffer.states != states_of(self.old.buckets[name], "main"):
                 raise TreeError(
                     f"redistribute: State.{field} has {buffer!r}, which is not placed as the main weights are. Make it "

@@ -282,8 +282,26 @@ def whole_leaves(buffer: FlatBuffer, dtype: torch.dtype | None = None) -> dict[s
     """As `gather_leaves`, and of leaves that are cut along axes of the model's own the parts of all ranks, joined.
 
     Collective: one all-gather more for each such axis of a bucket.
+
+    Raises:
+        SpecError: of scales of blocks, see `refuse_blocks`.
     """
     if not any(leaf.cuts for leaf in buffer.bucket.leaves):
         return gather_leaves(buffer, dtype)
+    refuse_blocks(buffer.bucket, buffer.bucket.leaves[0].path)
     joined: dict[str, torch.Tensor] = _joined_leaves(buffer, dtype)
     return joined
+
+
+def refuse_blocks(bucket: Bucket, path: str) -> None:
+    """Refuse to join or cut otherwise what lies by blocks of each rank's part of a leaf.
+
+    Raises:
+        SpecError: the bucket is of such blocks.
+    """
+    if bucket.every > 1:
+        raise SpecError(
+            f"what the optimizer keeps of {path!r} is in a codec, by blocks of each rank's part: the leaf is cut along "
+            "axes of the model's own, and these parts are neither joined nor cut otherwise. Keep the axes and their "
+            "ranks; or have plain moments, adamw without moments=, which begin anew: load(..., allow=['optimizer'])."
+        )

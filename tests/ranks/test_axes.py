@@ -236,6 +236,56 @@ def test_a_state_saved_with_tp_2_is_read_with_any(how: str, axes: Any, there: An
                 torch.testing.assert_close(then[name], want, rtol=0, atol=1e-9)
 
 
+def kept(kind: str, folder: str, reads: bool) -> tuple[Tree, str]:
+    """Weights after four steps, the last two by a state that was read; or what reading, moving and showing it says."""
+    optimizer: Any = {
+        "counts": lambda: fsdp.from_torch(torch.optim.NAdam, lr=0.01),
+        "blocks": lambda: fsdp.adamw(lr=0.01, moments=fsdp.dynamic8),
+    }[kind]()
+    more = {"precision": fsdp.Precision(main=torch.float32)} if kind == "blocks" else {}
+    _, spec, params, model = made("zero3", False, **more)
+    state, said = fsdp.shard(params, spec, optimizer), ""
+    if reads and kind == "blocks":
+        with pytest.raises(fsdp.SpecError) as caught:
+            fsdp.load(folder, spec, optimizer)
+        plain = fsdp.adamw(lr=0.01)
+        state, said = fsdp.load(folder, spec, plain, allow=["optimizer"]), str(caught.value)
+    elif reads:
+        state = fsdp.load(folder, spec, optimizer)
+    for step in range(2 if reads else 0, 4):
+        state, _ = T.forward_backward(model, cut.loss_fn)(state, cut.batch(step, 0))
+        state = fsdp.step(state)
+        if step == 1:
+            fsdp.save(state, folder)
+    if not reads and kind == "blocks":
+        for call in (
+            lambda: fsdp.optimizer_state(state),
+            lambda: fsdp.redistribute(state, fsdp.Spec(fsdp.local_mesh(data=4, tp=1), own=cut.own(False))),
+        ):
+            with pytest.raises(fsdp.SpecError) as caught:
+                call()
+            said += str(caught.value)
+        state = fsdp.step(T.forward_backward(model, cut.loss_fn)(state, cut.batch(4, 0))[0])  # it is as good as before
+    return fsdp.full_params(state), said
+
+
+@pytest.mark.parametrize(("there", "here"), [(2, 4), (1, 2)])
+def test_counts_by_leaf_are_read_with_any(there: int, here: int, tmp_path: Path) -> None:
+    found = []
+    for reads, tp in ((False, there), (True, here)):
+        with simulate(data=1, tp=tp) as ranks:
+            found += [weights for weights, _ in by_rank(ranks(kept, "counts", str(tmp_path / "state"), reads))]
+    for weights in found:
+        assert all(torch.allclose(weights[name], one, rtol=0, atol=1e-9) for name, one in found[0].items())
+
+
+def test_moments_in_blocks_stay_cut_as_they_are(tmp_path: Path) -> None:
+    with simulate(data=2, tp=2) as ranks, simulate(data=1, tp=4) as others:
+        said = by_rank(ranks(kept, "blocks", str(tmp_path / "state"), False))[0][1]
+        said += by_rank(others(kept, "blocks", str(tmp_path / "state"), True))[0][1]
+    assert said.count("by blocks of each rank's part") == 3
+
+
 def test_files_are_those_of_the_plain_model(there: Any) -> None:
     folder, whole, *_ = there
     found = load_file(Path(folder) / "weights" / "model.safetensors")
