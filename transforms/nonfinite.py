@@ -26,12 +26,14 @@ def any_nonfinite(state: State) -> tuple[State, torch.Tensor]:
     Collective: as `global_norm`.
     """
     state = finish_reductions(state)
-    counts = {}
+    counts: dict[tuple[str, ...], torch.Tensor] = {}
+    own = state.spec.own_axes  # along these ranks ask each other of equal leaves, too: a fault may be one rank's
     for axes, buffers in shards(state).items():
         filled = [buffer.local for buffer in buffers if buffer.local.numel()]
         largest = torch_private.foreach_norm(filled, float("inf")) if filled else []
         flags = torch.stack([*largest, torch.zeros((), device=state.count.device)]).isfinite().logical_not()
-        counts[axes] = flags.sum().float()
+        axes = (*axes, *(axis for axis in own if axis not in axes))
+        counts[axes] = counts.get(axes, 0.0) + flags.sum().float()
     return state, total(state, counts) > 0
 
 

@@ -142,21 +142,22 @@ def test_norms_by_sample_are_those_of_whole_leaves(by_hand: bool) -> None:
             ranks(by_sample, by_hand, fsdp.Along("tp", grads="sum"))
 
 
-def spoilt() -> tuple[bool, str, int, int]:
+def spoilt(leaf: str) -> tuple[bool, str, int, int]:
     mesh, state, model = made()
     state, _ = T.forward_backward(model, cut.loss_fn)(state, cut.batch(0, mesh.get_local_rank("data")))
     state = fsdp.finish_reductions(state)
     if mesh.get_rank() == 3:
-        fsdp.local_shards(state, "grads")["blocks.1.mlp.up.weight"].fill_(float("nan"))
+        fsdp.local_shards(state, "grads")[leaf].fill_(float("nan"))
     state, bad = T.any_nonfinite(state)
     state, found = T.find_nonfinite(state)
     (one,) = found
     return bool(bad), one.leaf, one.rank, int(T.skip_nonfinite(fsdp.step)(state).count)
 
 
-def test_a_nan_in_one_part_is_found_and_stops_every_rank() -> None:
+@pytest.mark.parametrize("leaf", ["blocks.1.mlp.up.weight", "blocks.1.mlp.down.bias"])  # cut; equal, but for the fault
+def test_a_nan_on_one_rank_is_found_and_stops_every_rank(leaf: str) -> None:
     with simulate(data=2, tp=2) as ranks:
-        assert set(by_rank(ranks(spoilt))) == {(True, "blocks.1.mlp.up.weight", 3, 0)}
+        assert set(by_rank(ranks(spoilt, leaf))) == {(True, leaf, 3, 0)}
 
 
 def orthogonal(whole: bool) -> Any:
