@@ -204,6 +204,7 @@ def steps_from(moments: Moments) -> dict[str, Any]:
 def buffers_by_shards(weights: Mapping[str, Any], moments: Mapping[str, Any]) -> frozenset[str] | None:
     """Which weights are buffers, where FSDP has cut its parameters along their rows, each into as many chunks, and
     saved buffers whole: those of several rows in one part. None where leaves are not cut, or otherwise."""
+    weights = {name: one for name, one in weights.items() if numel_of(one.shape)}  # of others all parts are alike
     cut = {name: one for name, one in weights.items() if isinstance(one, Cut) and len(one.parts) > 1}
     ranks = max((len(one.parts) for one in cut.values()), default=0)
     for one in cut.values():

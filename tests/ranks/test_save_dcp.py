@@ -108,6 +108,18 @@ def test_what_is_written_is_read_again(way: str, kind: str, nprocs: int, tmp_pat
     assert all(torch.equal(whole[name], value) for name, value in weights.items())
 
 
+def empty_leaves(folder: str) -> bool:
+    params = {"a": torch.ones(4, 3), "none": torch.ones(0, 3), "b": torch.ones(2), "rows": torch.ones(3, 0)}
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), buffers={"of_rows": torch.zeros(2)})
+    fsdp.save_dcp(state, folder)
+    read = fsdp.full_params(fsdp.load_weights(state, folder))
+    return all(torch.equal(read[name], leaf) for name, leaf in params.items())
+
+
+def test_leaves_without_elements(tmp_path: Path) -> None:
+    assert all(launch(empty_leaves, (str(tmp_path / "there"),), nprocs=2, simulate=True))
+
+
 def test_names_may_be_torchtitans_and_folders_are_never_written_over(tmp_path: Path) -> None:
     state, _ = fsdp.init(PeerModel, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.adamw(lr=LR), seed=1)
     fsdp.save_dcp(state, tmp_path / "a", model="", optimizer="optimizer")
