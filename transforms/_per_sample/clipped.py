@@ -74,7 +74,8 @@ def clipped_gradients(
         max_norm: each sample's gradient g, over all units, becomes g · min(1, max_norm / |g|).
         noise: the noise multiplier: normal draws of standard deviation noise · max_norm are added to the sum of all
             clipped gradients, of the batch of all ranks. They follow from (state.rng, step) and the leaf, so they are
-            the same whatever the placement and the number of ranks. With noise every leaf has a gradient.
+            the same whatever the placement and the number of ranks; parts of leaves that are cut along axes of the
+            model's own have draws of their own. With noise every leaf has a gradient.
 
     Returns:
         `f(state, batch) -> state, losses [B]`, this rank's. The gradients are the mean over B and over the data ranks
