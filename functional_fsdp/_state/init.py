@@ -31,7 +31,7 @@ from .._common.device import forked_random, seed_generators
 from .._common.errors import FsdpError, SpecError
 from .._common.torch_names import Fakes, FakeTensor, TorchDispatchMode, disable_current_modes, pytree, to_scalar
 from .._engine.gathers import resolve_transport
-from .._nn.skeleton import local_part, skeleton_of
+from .._nn.skeleton import is_dtensor, local_part, skeleton_of
 from .._optim.optimizer import as_optimizer
 from .._plan.layout import Unit
 from .._runtime.agreement import Joint, Topic, agree
@@ -44,6 +44,7 @@ from .state import State
 
 M = TypeVar("M", bound=nn.Module)
 _weights_given, _with_dtensors = provided("io.weights_given"), provided("axes.with_dtensors")
+_dtensor_form = provided("axes.dtensor_form")
 BY_ITSELF = "parallelize_module(..., src_data_rank=None) has each rank cut what it has made, and sends nothing."
 
 
@@ -183,6 +184,11 @@ class _Copies(TorchFunctionMode):
             if id(fake) not in memo:
                 memo[id(fake)] = self.again(fake) if self.real else self.twin(fake, memo)
             return memo[id(fake)]
+        if self.real and func is torch.Tensor.__deepcopy__ and is_dtensor(args[0]):
+            whole, memo = args
+            if id(whole) not in memo:
+                memo[id(whole)] = _dtensor_form(whole)(self.again(local_part(whole)))
+            return memo[id(whole)]
         return func(*args, **(kwargs or {}))
 
     def again(self, fake: Any) -> torch.Tensor:

@@ -136,6 +136,30 @@ def initialised(by_itself: bool) -> Any:
     return fsdp.full_params(state), loss.item(), fsdp.shard(fsdp.full_params(state), state.spec).spec == state.spec
 
 
+class Scaled(torch.nn.Module):
+    """A table that is a DTensor, as modules of torchtitan have."""
+
+    def __init__(self, tp: Any) -> None:
+        super().__init__()
+        self.up, table = torch.nn.Linear(4, 4), torch.arange(1, 5, dtype=torch.float32)
+        self.register_buffer("table", DTensor.from_local(table, tp, [Shard(0)], run_check=False), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table: Any = self.table
+        return self.up(x) * table.to_local()
+
+
+def scaled() -> Any:
+    mesh, weights = fsdp.local_mesh(), {"up.weight": torch.eye(4), "up.bias": torch.zeros(4)}
+    state, model = fsdp.init(lambda: Scaled(mesh["tp"]), fsdp.Spec(mesh, own={"*": "tp"}), weights=weights)
+    return T.apply(model)(state, torch.ones(4))[1].tolist(), model.table.shape
+
+
+def test_init_makes_tables_that_are_dtensors_real() -> None:
+    with simulate(data=1, tp=2) as ranks:
+        assert by_rank(ranks(scaled)) == [([1, 2, 3, 4], (8,))] * 2
+
+
 def test_init_has_the_bits_of_one_rank() -> None:
     state, model = fsdp.init(cut.mlp, fsdp.Spec(fsdp.local_mesh()), fsdp.adamw(lr=0.01), seed=3)
     weights, (_, loss) = fsdp.full_params(state), T.forward_backward(model, cut.mlp_loss)(state, cut.mlp_batch(0, 0))

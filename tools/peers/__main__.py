@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = [str(Path(__file__).parent), str(ROOT / "tests")]
 sys.path[:0] = PLACES
-os.environ["PYTHONPATH"] = os.pathsep.join(PLACES)  # of the processes that are started
+os.environ["PYTHONPATH"] = os.pathsep.join([*PLACES, os.environ.get("PYTHONPATH", "")])  # of processes that are started
 os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1")
 
 import made  # noqa: E402
