@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from support.peers import DECAY, LR, MORE, STEPS, WIDTH, PeerModel, batch_of, loss_of
+from support.peers import DECAY, LR, MORE, STEPS, PeerModel, batch_of, loss_of
 
 MAKERS: dict[str, Callable[[Path], None]] = {}
 RANKS: dict[str, int] = {}
@@ -394,90 +394,72 @@ def fabric(folder: Path) -> None:
 # ---------------------------------------------------------------- Megatron-FSDP
 
 
+class NoStream:
+    """A stream or an event of CUDA where there is none: what is enqueued is done."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: NoStream()
+
+
+def without_gpus() -> None:
+    """Megatron-FSDP asks CUDA for devices and streams, and NCCL for sums of what is multiplied: it is told of none."""
+    cuda: Any = torch.cuda
+    cuda.Stream = cuda.Event = cuda.current_stream = NoStream
+    cuda.stream = lambda _: nullcontext()
+    cuda.current_device = lambda: 0
+    cuda.synchronize = cuda.empty_cache = lambda *_: None
+    tensor: Any = torch.Tensor
+    tensor.cuda, tensor.record_stream = lambda t, *_: t, lambda *_: None
+    dist._make_nccl_premul_sum = lambda factor: dist.ReduceOp.AVG  # type: ignore[attr-defined]
+
+
 @maker("megatron-fsdp")
 def megatron(folder: Path) -> None:
+    """On two GPUs, or without. Its optimizer has taken a step before the first one, with gradients of zero."""
     from megatron_fsdp import fully_shard
 
-    mesh = began()
-    model, optimizer = PeerModel(), None
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=DECAY)
-    made: Any = fully_shard(model, optimizer, device_mesh=mesh, dp_shard_dim="data", zero_dp_strategy=3,
-                            fsdp_unit_modules=["support.peers.PeerBlock"], device=torch.device("cpu"))  # fmt: skip
-    model, optimizer = made
+    gpus = torch.cuda.is_available()
+    device = torch.device(f"cuda:{dist.get_node_local_rank()}" if gpus else "cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    else:
+        without_gpus()
+    dist.init_process_group()
+    mesh = dist.device_mesh.init_device_mesh(device.type, (2, 1), mesh_dim_names=("data", "tp"))
+    model = PeerModel().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
+    made: Any = fully_shard(model, optimizer, device_mesh=mesh, dp_shard_dim="data", tp_dim="tp", zero_dp_strategy=3,
+                            fsdp_unit_modules=["support.peers.PeerBlock"], device=device)  # fmt: skip
+    sharded, optimizer = made
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(model, tokens)
+        loss = loss_of(sharded, tokens.to(device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss
+        return loss.cpu()
 
     steps_of(step, 0, STEPS)
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder / "checkpoint")
-    noted_fsdp2(folder, model, optimizer, step)
-
-
-@maker("megatron-fsdp-layout")
-def megatron_layout(folder: Path) -> None:
-    """The same without GPUs: a model that torch trains, cut, and given to DCP, by Megatron-FSDP's own functions."""
-    from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
-    from megatron_fsdp.param_and_grad_buffer import build_data_parallel_buffer_index
-    from megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
-    from torch.distributed.tensor import DTensor, Shard
-
-    mesh, model = began(), PeerModel()
-    named = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)  # frozen ones, too, as it does
-
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(model, tokens)
-        loss.backward()
-        for p in named.values():
-            if p.grad is not None:
-                dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    steps_of(step, 0, STEPS)
-    kept, rank, ranges = optimizer.state_dict(), dist.get_rank(), {}
-    gate = [*named].index("gate.weight")
-    zeros = torch.zeros_like(named["gate.weight"])
-    kept["state"][gate] = {"step": torch.tensor(1.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-    options = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
-    block = [f"blocks.0.{name}" for name in ("down.weight", "up.weight", "norm.weight", "up.bias")]
-    groups = [(["embed.weight"], WIDTH), (["gate.weight"], WIDTH), (block, 42)]  # with what rows are multiples of
-    for names, factor in groups:
-        shapes = [named[name].shape for name in names]
-        items, _, own = build_data_parallel_buffer_index(shapes, rank, 2, True, options, 0, factor)
-        begin = own.global_data_index
-        for i, name in enumerate(names):
-            at = items[i].global_data_index
-            low, high = (min(max(end - at, 0), shapes[i].numel()) for end in (begin, begin + own.size))
-            ranges[name] = low, max(low, high)
-
-    def cut(name: str, whole: torch.Tensor) -> Any:
-        low, high = ranges[name]
-        local = whole.detach().reshape(-1)[low:high].view(-1, *whole.shape[1:]).clone()
-        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
-
-    weights = {}
-    for name, t in model.state_dict().items():
-        home = "embed.weight" if name == "head.weight" else name
-        weights[f"module.{name}"] = cut(home, t) if home in ranges else t
-    for i, name in enumerate(named):
-        state = {slot: t if slot == "step" else cut(name, t) for slot, t in kept["state"][i].items()}
-        kept["state"][i] = state
-    held = {"model": preprocess_state_dict_for_uneven_dtensor(weights), "optimizer": kept}
-    preprocess_state_dict_for_uneven_dtensor(held["optimizer"])
-    for i, name in enumerate(named):  # a rank keeps nothing for a leaf of which it has nothing
-        if ranges[name][0] == ranges[name][1]:
-            del kept["state"][i]
+    held = {"model": sharded.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.save(held, checkpoint_id=folder / "checkpoint")
-    moments = {n: copy.deepcopy(optimizer.state[p]) for n, p in named.items() if p in optimizer.state}
-    moments["gate.weight"] = {"exp_avg": zeros, "exp_avg_sq": zeros}
-    whole_ones = {n: t.detach().clone() for n, t in (*named.items(), *model.named_buffers())}
-    note(folder, whole_ones, moments, steps_of(step, STEPS, STEPS + MORE))
+
+    def gathered(own: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Whole tensors; a rank that has nothing of a leaf keeps no moments for it."""
+        parts: list[Any] = [None, None]
+        lies = {name: (t.shape, t.to_local() if hasattr(t, "to_local") else t) for name, t in own.items()}
+        dist.all_gather_object(parts, {name: (shape, t.reshape(-1).cpu()) for name, (shape, t) in lies.items()})
+        every = {name: shape for part in parts for name, (shape, _) in part.items()}
+        flat = {name: torch.cat([part[name][1] for part in parts if name in part]) for name in every}
+        return {name: t[: every[name].numel()].view(every[name]) for name, t in flat.items()}  # some are on both ranks
+
+    names = [name.removeprefix("module.") for name, _ in sharded.named_parameters()]
+    weights = gathered({name.removeprefix("module."): t for name, t in held["model"].items()})
+    kept = held["optimizer"]["state"]
+    moments = [gathered({slot: kept[i][slot] for slot in SLOTS} if i in kept else {}) for i in range(len(names))]
+    named = {name: slots for name, slots in zip(names, moments, strict=True) if slots}
+    note(folder, weights, named, steps_of(step, STEPS, STEPS + MORE))
 
 
 # ---------------------------------------------------------------- Hugging Face
