@@ -14,6 +14,7 @@ Each row is printed when it is measured, as a median of the rounds, with its rat
 | peak of stream         | bytes on the device beyond what there was; ratio: to the largest unit in bfloat16 |
 | step                   | milliseconds of a training step                                                  |
 | step, stream beside it | the same with `fsdp.stream_to` before it; ratio: to a step                       |
+| step, parts beside it  | the same with `gather=False`: each rank puts its own part there                  |
 | delta of a LoRA step   | bytes of all ranks' deltas; ratio: to the bytes of what trains                   |
 
 The other process looks at each leaf once, and its sum is compared.
@@ -195,7 +196,7 @@ def streams(config: Config, rounds: int, folder: Path) -> None:
         files = statistics.median(saves) + statistics.median(loads)
         say("read back", f"{statistics.median(loads):.3f} s", f"files / stream: {files / took:.2f}")
         other.tell("map", shared.path, shared.nbytes)
-    state = beside_steps(config, state, model, put, rounds, cuda)
+    state = beside_steps(config, state, model, put, shared.room, rounds, cuda)
     fsdp.stream_to(put, state, dtype=KIND)()
     timed(cuda, lambda: None)
     for name, (begin, shape) in shared.at.items():
@@ -206,26 +207,32 @@ def streams(config: Config, rounds: int, folder: Path) -> None:
         other.process.kill()
 
 
-def beside_steps(config: Config, state: fsdp.State, model: Any, put: Any, rounds: int, cuda: bool) -> fsdp.State:
+def beside_steps(
+    config: Config, state: fsdp.State, model: Any, put: Any, room: Any, rounds: int, cuda: bool
+) -> fsdp.State:
     device = torch.device("cuda" if cuda else "cpu")
     tokens = batches(config, 1, device)[0]
     forward_backward = T.forward_backward(model, config.loss)
     held = [state]
 
-    def step(beside: bool) -> None:
-        if beside:
+    def step(way: str) -> None:
+        if way == "step, stream beside it":
             fsdp.stream_to(put, held[0], dtype=KIND)
+        elif way == "step, parts beside it":
+            fsdp.stream_to(lambda _, part: fsdp.apply_delta(room, part), held[0], dtype=KIND, gather=False)
         state, _ = forward_backward(held.pop(), tokens)
         held.append(fsdp.step(state))
 
-    for beside in (False, False, True):
-        step(beside)
-    found: dict[bool, list[float]] = {False: [], True: []}
-    for i in range(2 * rounds + 2):
-        found[i % 2 == 1].append(timed(cuda, lambda: step(i % 2 == 1)))  # noqa: B023
-    alone, both = (statistics.median(found[b]) for b in (False, True))
-    say("step", f"{1e3 * alone:.1f} ms")
-    say("step, stream beside it", f"{1e3 * both:.1f} ms", f"{both / alone:.3f} of a step")
+    ways = ("step", "step, stream beside it", "step, parts beside it")
+    for way in ("step", *ways):
+        step(way)
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(rounds + 1):
+        for way in ways:
+            found[way].append(timed(cuda, lambda: step(way)))  # noqa: B023
+    alone = statistics.median(found["step"])
+    for way, took in found.items():
+        say(way, f"{1e3 * statistics.median(took):.1f} ms", f"{statistics.median(took) / alone:.3f} of a step")
     return held.pop()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby, product
 from typing import Any
 
 import torch
@@ -97,42 +98,56 @@ def stream(
 
 
 def stream_to(
-    put: Callable[[str, Named], Any],
+    put: Callable[[str, Any], Any],
     state: State,
     *,
+    gather: bool = True,
     dtype: torch.dtype | None = None,
     convert: Conversions | None = None,
     rank: int | None = None,
 ) -> Callable[[], None]:
     """Have `stream` give each unit to a function, on a lane of its own: beside what compute is given next.
 
-    Compute may go on with the next step at once. That step's update waits for the gathers on the device, as does all
+    Compute may go on with the next step at once. That step's update waits on the device until all was read, as does all
     else that changes the weights; a step that is compiled whole, or in a graph, waits at its beginning. On the CPU the
     lane is the host's present: all has gone by when this returns.
 
+    With `gather=False` each rank gives its own part of each unit, as a `WeightDelta` that has all of it. Ranks of one
+    host put theirs into memory that they share, all at once: nothing is sent, each rank's link to the host carries
+    1 / ranks, and a step beside it waits for as much less.
+
     Args:
-        put: is called as `put(unit, {name: tensor})`, in the order of the plan. On a GPU the lane is then the current
-            stream: copies that are enqueued there (`non_blocking`, to pinned memory) come in order, and the tensors may
-            go when it returns. An error of its own is raised when all units have gone by, so that peers do not wait.
-        state, dtype, convert, rank: as for `stream`.
+        put: is called as `put(unit, {name: tensor})`, or `put(unit, part)` with `gather=False`, in the order of the
+            plan. On a GPU the lane is then the current stream: copies that are enqueued there (`non_blocking`, to
+            pinned memory; `apply_delta`) come in order, and the tensors may go when it returns. An error of its own is
+            raised when all units have gone by, so that peers do not wait.
+        state, dtype, convert, rank: as for `stream`. With `gather=False` leaves that are packed are not taken, and no
+            `rank`: each has its own.
 
     Returns:
         a function that blocks the host until all that was enqueued is done.
 
-    Memory: a unit, whole; a second time what `convert` puts together.
+    Memory: a unit, whole; a second time what `convert` puts together. With `gather=False` this rank's part of it.
 
     Raises:
         Exception: as `stream`, and what `put` raises.
 
-    Collective: as `stream`, all of it in this call.
+    Collective: as `stream`, all of it in this call; none with `gather=False`.
 
     Example:
         >>> shared = {name: torch.empty_like(t) for name, t in fsdp.full_params(state).items()}
         >>> arrived = fsdp.stream_to(lambda unit, named: [shared[n].copy_(t) for n, t in named.items()], state)
+        >>> arrived = fsdp.stream_to(lambda unit, part: fsdp.apply_delta(shared, part), state, gather=False)
         >>> state = fsdp.step(fsdp.reduce(*fsdp.unshard(state)))
         >>> arrived()
     """
-    units = stream(state, dtype=dtype, convert=convert, rank=rank)
+    units: Iterator[tuple[str, Any]] = stream(state, dtype=dtype, convert=convert, rank=rank)
+    if not gather:
+        packed = next((b.leaves[0].path for b in state.layout.buckets.values() if b.packed), None)
+        if rank is not None or packed is not None:
+            met = f"rank={rank}" if packed is None else f"{packed!r}, which is packed"
+            raise SpecError(f"stream_to(gather=False): each rank gives its own part, and got {met}. Leave gather out.")
+        units = _own_parts(state, dtype, convert)
     failed: list[Exception] = []
     lanes, lineage = runtime_of(state.spec.mesh).lanes, state.version.lineage
 
@@ -211,6 +226,53 @@ def _gathered(state: State, unit: Unit, dtype: torch.dtype | None) -> Named:
     return found
 
 
+@torch.no_grad()
+def _own_parts(
+    state: State, dtype: torch.dtype | None, convert: Conversions | None
+) -> Iterator[tuple[str, WeightDelta]]:
+    """This rank's part of each unit, and of the buffers, copied."""
+    cuts, buffers, steps = _FileRuns(state, convert), {*flatten(state.buffers)[0]}, (state.steps, state.steps)
+    unit_of = {path: unit.name for unit in state.layout.units for path in unit.paths}
+    for unit, own in groupby(_own(state), lambda one: unit_of.get(one[0], "")):
+        for path, first, local in own:
+            kept = local.detach() if path in buffers else local.detach().to(_kind(local, dtype))
+            cuts.add(path, first, kept, [(0, len(kept))])
+        yield unit, cuts.taken(steps)
+
+
+class _FileRuns:
+    """Runs of this rank's leaves, as they lie in leaves of files."""
+
+    def __init__(self, state: State, convert: Conversions | None) -> None:
+        held = {path: tuple(t.shape) for path, t in zip(*flatten(state.buffers)[:2], strict=True)}
+        leaves = {leaf.path: leaf for bucket in state.layout.buckets.values() for leaf in bucket.leaves}
+        at, self.cuts = runtime_of(state.spec.mesh).coordinate, {**checked(convert, (*state.layout.paths, *held))}
+        for path, leaf in leaves.items():
+            if leaf.cuts:
+                self.cuts[path] = part_of(self.cuts.get(path, path), leaf.whole, leaf.cuts, at)
+        self.shapes = held | {path: leaf.shape for path, leaf in leaves.items()}
+        self.runs: dict[str, list[tuple[int, int]]] = {}
+        self.values: dict[str, list[torch.Tensor]] = {}
+
+    def add(self, path: str, first: int, part: torch.Tensor, spans: list[tuple[int, int]]) -> None:
+        """Elements [a, b) of a leaf's part, which begins with its element `first`; copied."""
+        cut = pieces(path, self.shapes[path], self.cuts.get(path, path)) if spans else []
+        for (a, b), piece in product(spans, cut):
+            for one in blocks(piece, first + a, first + b, most=b - a):
+                self.runs.setdefault(piece.name, []).append((one.file, one.numel))
+                self.values.setdefault(piece.name, []).append(one.of(part[a:b], first + a).reshape(-1).clone())
+
+    def taken(self, steps: tuple[int, int]) -> WeightDelta:
+        """What was added since the last time."""
+        runs, values, self.runs, self.values = self.runs, self.values, {}, {}
+        numbers = {name: torch.tensor(some, dtype=torch.int64, device="cpu") for name, some in runs.items()}
+        return WeightDelta(numbers, {name: _joined(some) for name, some in values.items()}, steps)
+
+
+def _joined(some: list[torch.Tensor]) -> torch.Tensor:
+    return some[0] if len(some) == 1 else torch.cat(some)
+
+
 class _Parts:
     """Leaves of files that are put together of leaves in memory, until they have all of them."""
 
@@ -273,7 +335,8 @@ class WeightSnapshot:
 
 @dataclass(frozen=True, eq=False)
 class WeightDelta:
-    """Runs of elements that have changed, of what one rank holds; made by `delta`, put in place by `apply_delta`.
+    """Runs of elements that have changed, of what one rank holds; made by `delta`, or of all by `stream_to`, put in
+    place by `apply_delta`.
 
     It has tensors and texts only: it can be pickled, sent, and saved by torch.save, of any dtype.
 
@@ -341,9 +404,10 @@ def _kind(local: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 def _own(state: State) -> Iterator[tuple[str, int, torch.Tensor]]:
     """This rank's part of each leaf, and buffers; of what several ranks hold the first has it."""
     at = runtime_of(state.spec.mesh).coordinate
-    for buffer in state.main.values():
+    for bucket in (bucket for unit in state.layout.units for bucket in unit.buckets):
+        buffer = state.main[bucket.name]
         alike = [axis for axis, placed in buffer.states if placed is Replicated]
-        if not any(at[axis] for axis in (*alike, *buffer.bucket.equal)):
+        if not any(at[axis] for axis in (*alike, *bucket.equal)):
             for leaf, first, local in leaf_shards(buffer):
                 if local.numel():
                     yield leaf.path, first, local
@@ -389,7 +453,7 @@ def delta(
     none_apart(state, "delta")
     if type(block) is not int or block < 1:
         raise SpecError(f"delta(block={block!r}): expected a whole number of elements, 1 or more.")
-    cuts = checked(convert, (*state.layout.paths, *flatten(state.buffers)[0]))
+    cuts = _FileRuns(state, convert)
     own = {path: (first, local) for path, first, local in _own(state)}
     if own.keys() != since.parts.keys():
         odd = sorted(own.keys() ^ since.parts.keys())[0]
@@ -397,14 +461,6 @@ def delta(
             f"delta: the snapshot is of other leaves: {odd!r} is in {'the state' if odd in own else 'it'} only. Take a "
             "snapshot of a state of the same layout, on each rank."
         )
-    at = runtime_of(state.spec.mesh).coordinate
-    leaves = {leaf.path: leaf for bucket in state.layout.buckets.values() for leaf in bucket.leaves}
-    mine = {
-        path: part_of(cuts.get(path, path), leaf.whole, leaf.cuts, at) for path, leaf in leaves.items() if leaf.cuts
-    }
-    cuts = {**cuts, **mine}
-    shapes = {path: leaf.shape for path, leaf in leaves.items()}
-    shapes |= {path: tuple(held.shape) for path, held in zip(*flatten(state.buffers)[:2], strict=True)}
     for path, (first, local) in own.items():
         start, before = since.parts[path]
         if (start, before.shape) != (first, local.shape):
@@ -412,26 +468,14 @@ def delta(
                 f"delta: the snapshot has elements {start} to {start + len(before)} of {path!r}, the state {first} to "
                 f"{first + len(local)} on this rank. Take a snapshot of a state of the same layout."
             )
-    runs: dict[str, list[tuple[int, int]]] = {}
-    values: dict[str, list[torch.Tensor]] = {}
     moved: list[tuple[torch.Tensor, torch.Tensor]] = []
     for path, (first, local) in own.items():
         _, before = since.parts[path]
         now = local.detach().to("cpu", before.dtype)
-        cut = pieces(path, shapes[path], cuts.get(path, path))
-        changed = _changed(before, now, block)
+        cuts.add(path, first, now, changed := _changed(before, now, block))
         if changed:
             moved.append((before, local))
-        for a, b in changed:
-            for piece in cut:
-                for one in blocks(piece, first + a, first + b):
-                    runs.setdefault(piece.name, []).append((one.file, one.numel))
-                    values.setdefault(piece.name, []).append(one.of(now[a:b], first + a).reshape(-1).clone())
-    found = WeightDelta(
-        {name: torch.tensor(some, dtype=torch.int64, device="cpu") for name, some in runs.items()},
-        {name: torch.cat(some) for name, some in values.items()},
-        (since.steps, state.steps),
-    )
+    found = cuts.taken((since.steps, state.steps))
     _bring_up(since, moved, state.steps)
     return found
 
@@ -500,6 +544,6 @@ def apply_delta(weights: Mapping[str, torch.Tensor], changed: WeightDelta) -> Ma
     for name, runs in changed.runs.items():
         flat, values, at = weights[name].view(-1), changed.values[name], 0
         for first, n in runs.tolist():
-            flat[first : first + n].copy_(values[at : at + n])
+            flat[first : first + n].copy_(values[at : at + n], non_blocking=True)
             at += n
     return weights

@@ -139,6 +139,47 @@ def test_deltas_of_all_ranks_give_the_bits_of_the_stream(kind: str, dtype: Any, 
     assert "step 1 to 2" in repr(said[0][1][1])
 
 
+def own_parts(kind: str, dtype: Any, cut: Any) -> Any:
+    """What the stream gives, and what this rank gives of it, of a state and of one that is cut along an axis."""
+    mesh = fsdp.local_mesh()
+    own = {"a": fsdp.Along("tp", 1, parts=2), "b": "tp"} if "tp" in (mesh.mesh_dim_names or ()) else {}
+    spec = fsdp.Spec(mesh, getattr(fsdp, kind)("data"), own=own, units=["a", "b"])
+    state = fsdp.shard({"a": torch.arange(35.0).repeat(4).view(7, 20), "b": torch.arange(5.0)}, spec) if own else (
+        stepped(*made(kind)))  # fmt: skip
+    every = {
+        name: leaf.clone() for _, named in fsdp.stream(state, dtype=dtype, convert=cut) for name, leaf in named.items()
+    }
+    given: list[tuple[str, Any]] = []
+    units = [*state.units, ""]
+    fsdp.stream_to(lambda *some: given.append(some), state, gather=False, dtype=dtype, convert=cut)()
+    assert [name for name, _ in given] == [name for name in units if name in dict(given)]
+    return every, [part for _, part in given]
+
+
+@pytest.mark.parametrize(("axes", "kind", "dtype", "cut"), [
+    ({"data": 2}, "zero3", None, None), ({"data": 4}, "zero3", torch.bfloat16, CUT), ({"data": 2}, "zero1", None, CUT),
+    ({"data": 2}, "ddp", torch.bfloat16, None), ({"data": 2, "tp": 2}, "zero3", None, None),
+    ({"data": 2, "tp": 2}, "zero3", torch.bfloat16, {"a": fsdp.Transposed("a")}),
+])  # fmt: skip
+def test_parts_of_all_ranks_are_what_the_stream_gives(axes: Any, kind: str, dtype: Any, cut: Any) -> None:
+    with fsdp.simulate(**axes) as ranks:
+        said = [*zip(*(one.get() for one in ranks(own_parts, kind, dtype, cut)), strict=True)]
+    every = said[0][0]
+    got = {name: torch.full_like(leaf, 77) for name, leaf in every.items()}
+    for _, given in said:
+        for part in given:
+            fsdp.apply_delta(got, part)
+    assert all(torch.equal(got[name], leaf) for name, leaf in every.items())
+    held = sum(values.numel() for _, given in said for part in given for values in part.values.values())
+    assert held == sum(leaf.numel() for leaf in every.values())  # each element once
+
+
+def test_parts_are_each_ranks_own() -> None:
+    state, _ = made()
+    with pytest.raises(fsdp.SpecError, match="each rank gives its own part, and got rank=0"):
+        fsdp.stream_to(lambda *_: None, state, gather=False, rank=0)
+
+
 def test_a_delta_that_fails_leaves_the_snapshot_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     state, model = fsdp.init(PeerModel, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.adamw(lr=0.1), seed=3)
     since, weights = fsdp.snapshot(state), fsdp.full_params(state)
@@ -256,7 +297,7 @@ def test_what_is_no_dtype_block_or_state_is_named_and_a_snapshot_stays_as_it_is(
     assert torch.equal(since.parts["a"][1], torch.ones(4))
 
 
-def beside_steps(overlap: bool, wrong: bool, change: str = "step") -> list[str]:
+def beside_steps(overlap: bool, wrong: bool, change: str, gather: bool) -> list[str]:
     """Streams on a lane beside steps have the weights with which each began; what raced."""
     with ordered() as order:
         mesh = fsdp.local_mesh("cpu")
@@ -268,11 +309,13 @@ def beside_steps(overlap: bool, wrong: bool, change: str = "step") -> list[str]:
             del before["head.weight"]  # which is embed.weight
             shared = {path: torch.empty_like(leaf) for path, leaf in before.items()}
 
-            def put(unit: str, named: dict[str, torch.Tensor]) -> None:
-                for name, leaf in named.items() if unit else ():
+            def put(unit: str, named: Any) -> None:
+                if unit and not gather:
+                    fsdp.apply_delta(shared, named)  # noqa: B023
+                for name, leaf in named.items() if unit and gather else ():
                     shared[name].copy_(leaf)  # noqa: B023
 
-            arrived = fsdp.stream_to(put, state)
+            arrived = fsdp.stream_to(put, state, gather=gather)
             if wrong:
                 state.version.lineage.note_reads(None)
             if change == "step":
@@ -287,10 +330,11 @@ def beside_steps(overlap: bool, wrong: bool, change: str = "step") -> list[str]:
         return order.races
 
 
+@pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize(("overlap", "change"), [(False, "step"), (True, "step"), (False, "weights")])
-def test_what_changes_the_weights_waits_for_a_stream_on_its_lane(overlap: bool, change: str) -> None:
-    assert beside_steps(overlap, False, change) == []
-    assert any("store" in race for race in beside_steps(overlap, True, change))
+def test_what_changes_the_weights_waits_for_a_stream_on_its_lane(overlap: bool, change: str, gather: bool) -> None:
+    assert beside_steps(overlap, False, change, gather) == []
+    assert any("store" in race for race in beside_steps(overlap, True, change, gather))
 
 
 def failing(kind: str) -> Any:
