@@ -231,12 +231,11 @@ def _own_parts(
     state: State, dtype: torch.dtype | None, convert: Conversions | None
 ) -> Iterator[tuple[str, WeightDelta]]:
     """This rank's part of each unit, and of the buffers, copied."""
-    cuts, buffers, steps = _FileRuns(state, convert), {*flatten(state.buffers)[0]}, (state.steps, state.steps)
+    cuts, steps = _FileRuns(state, convert), (state.steps, state.steps)
     unit_of = {path: unit.name for unit in state.layout.units for path in unit.paths}
-    for unit, own in groupby(_own(state), lambda one: unit_of.get(one[0], "")):
-        for path, first, local in own:
-            kept = local.detach() if path in buffers else local.detach().to(_kind(local, dtype))
-            cuts.add(path, first, kept, [(0, len(kept))])
+    for unit, own in groupby(_own(state, dtype), lambda one: unit_of.get(one[0], "")):
+        for path, first, local, kind in own:
+            cuts.add(path, first, local.detach().to(kind), [(0, len(local))])
         yield unit, cuts.taken(steps)
 
 
@@ -389,20 +388,14 @@ def snapshot(state: State, *, dtype: torch.dtype | None = None) -> WeightSnapsho
     """
     state._resting("snapshot")
     check_dtype("snapshot", dtype)
-    buffers = {*flatten(state.buffers)[0]}
-    parts = {}
-    for path, first, local in _own(state):
-        kind = None if path in buffers else dtype  # buffers are streamed as they are
-        parts[path] = first, local.detach().to("cpu", _kind(local, kind), copy=True)
+    own = _own(state, dtype)
+    parts = {path: (first, local.detach().to("cpu", kind, copy=True)) for path, first, local, kind in own}
     return WeightSnapshot(parts, dtype, state.steps)
 
 
-def _kind(local: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and local.dtype.is_floating_point else local.dtype
-
-
-def _own(state: State) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """This rank's part of each leaf, and buffers; of what several ranks hold the first has it."""
+def _own(state: State, dtype: torch.dtype | None = None) -> Iterator[tuple[str, int, torch.Tensor, torch.dtype]]:
+    """This rank's part of each leaf, and buffers, as they are; of what several ranks hold the first has it. And the
+    dtype in which it goes."""
     at = runtime_of(state.spec.mesh).coordinate
     for bucket in (bucket for unit in state.layout.units for bucket in unit.buckets):
         buffer = state.main[bucket.name]
@@ -410,11 +403,12 @@ def _own(state: State) -> Iterator[tuple[str, int, torch.Tensor]]:
         if not any(at[axis] for axis in (*alike, *bucket.equal)):
             for leaf, first, local in leaf_shards(buffer):
                 if local.numel():
-                    yield leaf.path, first, local
+                    kind = dtype if dtype and local.dtype.is_floating_point else local.dtype
+                    yield leaf.path, first, local, kind
     if not any(at.values()):
         for path, held in zip(*flatten(state.buffers)[:2], strict=True):
             if held.numel():
-                yield path, 0, held.reshape(-1)
+                yield path, 0, held.reshape(-1), held.dtype
 
 
 @partial(alone, at=1)
@@ -454,7 +448,7 @@ def delta(
     if type(block) is not int or block < 1:
         raise SpecError(f"delta(block={block!r}): expected a whole number of elements, 1 or more.")
     cuts = _FileRuns(state, convert)
-    own = {path: (first, local) for path, first, local in _own(state)}
+    own = {path: (first, local) for path, first, local, _ in _own(state)}
     if own.keys() != since.parts.keys():
         odd = sorted(own.keys() ^ since.parts.keys())[0]
         raise TreeError(

@@ -1,7 +1,7 @@
-"""How fast weights are read, by this version of the package and an earlier one in turn: python tools/peers/speed.py BEFORE
+"""How fast weights are read, by an earlier version of this package and this one in turn: tools/peers/speed.py BEFORE
 
-BEFORE is a source tree, as `git archive COMMIT | tar -x -C BEFORE` gives it. Each reads what it has written (MIB, 1024 by
-default), on one rank, from the host's cache: seconds of CPU, which other programs change least.
+BEFORE is a source tree, as `git archive COMMIT | tar -x -C BEFORE` gives it. Each reads what it has written, MIB of it
+(1024), on one rank, from the host's cache: seconds of CPU, which other programs change least.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ else:
     fsdp.init(lambda: torch.nn.Linear(2, 2), spec)
     ways = lambda: fsdp.init(make, spec, weights=where + "/safetensors"), lambda: fsdp.load(where + "/dcp", spec)
     for read in ways:
+        read()
         begun = time.process_time()
         read()
         print(time.process_time() - begun)
