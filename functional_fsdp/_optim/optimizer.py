@@ -63,7 +63,9 @@ class Optimizer(NamedTuple):
     what they have of the buckets, or add it up (`Sender.sum`): every rank calls it for the same buckets. `fill` may
     say how many bytes of main weights one call should have at least, where there are several; or `at_once(opt)`, if
     there is one, the names of buckets that one call shall have together. `placed(opt)`, if there is one, gives the
-    same state for the buckets that its FlatBuffers have now: `redistribute` calls it.
+    same state for the buckets that its FlatBuffers have now: `redistribute` calls it. `arranges = True` says that it
+    may keep FlatBuffers of buckets of its own, in which each leaf lies whole in one slice: `redistribute` then has
+    `init` make the new ones, and moves leaves into these.
 
     `for_step(count, labels)`, if there is one, gives the same optimizer for the step of this count and leaves of these
     labels, with what it computes of the count alone, or None. Who has it says that `update` may be called for parts of

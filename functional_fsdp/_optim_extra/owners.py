@@ -10,28 +10,34 @@ the rank that has least so far (Graham 1969, "Bounds on multiprocessing timing a
 that is updated at once.
 On two axes that shard there is a hop along each: first to the owner's place on the outer one.
 `there` and `back` are the all-to-alls of such a plan.
+
+What is kept for whole leaves need not travel: `homes` gives buckets in which each leaf lies whole in its owner's slice.
+
+    slices of main weights    [ w0 w0 w0 w1 ] [ w1 w1 w2 w2 ]
+    slices of what is kept    [ w1 w2       ] [ w0          ]
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .._common.record import Collective
 from .._common.tree import table
 from .._optim.optimizer import Sender, Tree
+from .._plan.bucket import ALIGN, aligned
 from .._plan.layout import Bucket, Leaf
 
 __all__ = [
     "Given", "Hop", "Moves", "Owned", "Owners", "Part", "Pattern", "Slices", "Splits", "back", "cut",
-    "find_owners", "ordered", "there",
+    "find_owners", "homes", "ordered", "there",
 ]  # fmt: skip
 
 
@@ -362,3 +368,45 @@ def _balanced(owned: Sequence[Owned], ranks: int, together: Sequence[Iterable[st
             here[rank], load[rank] = here[rank] + work, load[rank] + work
             of_bucket[bucket, rank] = of_bucket.get((bucket, rank), 0) + work
     return tuple(one._replace(owner=owner[i]) for i, one in enumerate(owned))
+
+
+Kinds = Mapping[tuple[str, torch.dtype], tuple[int, ...]]  # (name, dtype) of what is kept for a leaf, and its shape
+Homes = dict[str, dict[str, tuple[Bucket, torch.dtype]]]  # by name, and by the name of the bucket
+
+
+def homes(owners: Iterable[Owners], kinds: Callable[[Bucket, Leaf], Kinds]) -> Homes:
+    """Buckets for what is kept for leaves that are owned whole: each lies in the slice of the rank that owns the leaf.
+
+    Slices are of one size, that of the fullest one. A bucket has leaves of all buckets of main weights that are placed
+    alike. Numbers, one a leaf, lie close together.
+    """
+    found: dict[tuple[str, torch.dtype, Bucket], list[tuple[int, Leaf]]] = {}
+    for plan in owners:
+        buckets = {bucket.name: bucket for bucket in plan.buckets}
+        alike = {name: replace(one, name="", unit="", leaves=(), numel=0, among=False) for name, one in buckets.items()}
+        for one in plan.owned:
+            leaf = buckets[one.bucket].leaves[one.leaf]
+            for (what, dtype), shape in kinds(buckets[one.bucket], leaf).items():
+                some = found.setdefault((what, dtype, alike[one.bucket]), [])
+                some.append((one.owner, replace(leaf, shape=shape, form=None)))
+    made: Homes = {}
+    for (what, dtype, like), some in found.items():
+        here = made.setdefault(what, {})
+        name = f"at owners:{len(here)}"  # as no unit is called
+        here[name] = replace(like, name=name, unit="owners", **_slices(like, some)), dtype
+    return made
+
+
+def _slices(like: Bucket, some: Sequence[tuple[int, Leaf]]) -> dict[str, Any]:
+    """The leaves, each at its place in its owner's slice; and the elements of all slices."""
+    ranks, align = like.slices("main"), ALIGN if any(leaf.numel > 1 for _, leaf in some) else 1
+    filled, placed = [0] * ranks, []
+    for owner, leaf in some:
+        placed.append((owner, filled[owner], leaf))
+        filled[owner] += aligned(leaf.numel, align)
+    size = aligned(max(filled), ALIGN)
+    placed.sort(key=lambda one: one[:2])
+    return {
+        "leaves": tuple([replace(leaf, offset=owner * size + at) for owner, at, leaf in placed]),
+        "numel": ranks * size,
+    }

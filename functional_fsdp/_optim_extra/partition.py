@@ -47,6 +47,10 @@ class Partition(UpdatesSome):
         return any(getattr(member, "communicates", False) for member in self.members.values())
 
     @property
+    def arranges(self) -> bool:
+        return any(getattr(member, "arranges", False) for member in self.members.values())
+
+    @property
     def fill(self) -> int:
         return max(getattr(member, "fill", FILL) for member in self.members.values())
 

@@ -1,6 +1,6 @@
 """Optimizers that couple leaves: all of them whole on every rank, in one instance of the class itself.
 
-    shards    [ w0 w0 | w1 ] [ w1 w2 | w2 ]      weights, gradients, and what the class keeps, as `WholeLeaves` has it
+    shards    [ w0 w0 | w1 ] [ w1 w2 | w2 ]      weights and gradients; what the class keeps, as `WholeLeaves` has it
     gathered  an all-gather an axis, for each of them
     each rank cls([w0, w1, w2], **options); its state is handed in; `step()`; each rank keeps its own slice
 
@@ -19,12 +19,11 @@ import torch
 from .._common.errors import SpecError, TreeError
 from .._common.record import Collective
 from .._optim.optimizer import Sender, Tree
-from .._plan.layout import Bucket
 from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer
 from .probe import hand_over, name_of
 from .prove import numbers_like
-from .whole import Form, Held, Trees, WholeLeaves
+from .whole import Form, Job, Kept, Trees, WholeLeaves
 
 __all__ = ["AllLeaves"]
 
@@ -49,9 +48,8 @@ class AllLeaves(WholeLeaves):
 
     def nbytes(self, opt: Trees, main: Tree) -> int:
         """Bytes of the gathered copy that each rank has in a step: weights, gradients, and all that is kept."""
-        trees = [main, main, *(tree for tree in opt.values())]
-        buffers = [b for tree in trees for b in tree.values() if not b.bucket.by_leaf]
-        return sum(main[b.bucket.name].bucket.numel * b.local.itemsize for b in buffers)
+        buffers = [b for tree in (main, main, *opt.values()) for b in tree.values()]
+        return sum(b.bucket.numel * b.local.itemsize for b in buffers)
 
     # ---- an instance
 
@@ -106,49 +104,27 @@ class AllLeaves(WholeLeaves):
     ) -> tuple[Tree, Trees]:  # fmt: skip
         if not main or self._skipped(skip, main):
             return main, opt
-        numbers: dict[tuple[str, str], list[float]] = {}
-        gathered: dict[tuple[str, str], torch.Tensor] = {}
-        for what, tree in {"/main": main, "/grads": grads, **opt}.items():
-            for name, buffer in tree.items():
-                if buffer.bucket.by_leaf:
-                    numbers[what, name] = buffer.local.tolist()
-                else:
-                    gathered[what, name] = _whole(buffer, main[name].bucket, sender)
-        leaves = [(n, i, leaf) for n, b in main.items() for i, leaf in enumerate(b.bucket.leaves) if leaf.numel]
-        params, held, rows = list[torch.Tensor](), list[Held | None](), list[dict[str, torch.Tensor]]()
-        for name, i, leaf in leaves:
-            row = {what: flat[leaf.offset :][: leaf.numel] for (what, n), flat in gathered.items() if n == name}
-            of = {what: values[i] for (what, n), values in numbers.items() if n == name}
-            held.append(self._held_by(leaf, self.forms(leaf, main[name].local.dtype), row, of))
-            rows.append(row)
-            param = torch.nn.Parameter(row["/main"].to(main[name].local.dtype).view(leaf.shape).clone())
-            if name not in given or given[name][i]:
-                hand_over(param, row["/grads"].to(param.dtype).view(leaf.shape).clone())
-            params.append(param)
-        with torch.inference_mode(False):
-            optimizer, fresh = self._made(LABEL, params, held)
-            self._stepped(LABEL, optimizer, count, f"{len(leaves)} leaves")
-            taken = [self._taken(LABEL, optimizer, param, fresh, False) for param in params]
-        for k, (name, i, leaf) in enumerate(leaves):
-            of = {what: values[i] for (what, n), values in numbers.items() if n == name}
-            forms = self.forms(leaf, params[k].dtype)
-            for what, number in self._kept(leaf, params[k], forms, *taken[k], rows[k], of).items():
-                numbers[what, name][i] = number
-        for what, tree in {"/main": main, **opt}.items():
-            for name, buffer in tree.items():
-                if buffer.bucket.by_leaf:
-                    buffer.local.copy_(
-                        torch.tensor(numbers[what, name], dtype=buffer.local.dtype, device=buffer.local.device)
-                    )
-                else:
-                    start, stop = buffer.span()
-                    buffer.local.copy_(gathered[what, name][start:stop])
+        whole = {id(b): _whole(b, sender) for tree in (main, grads, *opt.values()) for b in tree.values()}
+        kept, jobs = Kept(opt, whole), list[Job]()
+        for name, buffer in main.items():
+            for i, leaf in enumerate(buffer.bucket.leaves):
+                if leaf.numel:
+                    weights, grad = (whole[id(b)][leaf.offset :][: leaf.numel] for b in (buffer, grads[name]))
+                    has = name not in given or given[name][i]
+                    job = Job(leaf, weights.dtype, weights, grad if has else None, kept.rows.get(leaf.path, {}),
+                              kept.numbers[leaf.path])  # fmt: skip
+                    jobs.append(job)
+        self._step(LABEL, jobs, count)
+        kept.put_numbers()
+        for buffer in (*main.values(), *kept.tensors):
+            start, stop = buffer.span()
+            buffer.local.copy_(whole[id(buffer)][start:stop])
         return main, opt
 
 
-def _whole(buffer: FlatBuffer, bucket: Bucket, sender: Sender) -> torch.Tensor:
+def _whole(buffer: FlatBuffer, sender: Sender) -> torch.Tensor:
     """A bucket's elements from all ranks that shard it, [numel]."""
-    flat = buffer.local
+    flat, bucket = buffer.local, buffer.bucket
     for axis in reversed([axis for axis in bucket.placement.order if axis in bucket.placement.main]):
         ranks = bucket.ranks[axis]
         if ranks > 1:

@@ -1,17 +1,17 @@
 """Optimizers that couple the elements of a leaf: each leaf whole at one owner rank, in an instance of the class itself.
 
-    shards    [ w0 w0 | w1 ] [ w1 w2 | w2 ]      weights, gradients, and what the class keeps
-    there     one all-to-all an axis, for each of them
-    owners    cls([leaf], **options), with its true shape; its state is handed in; `step()`; its state is taken out
-    back      weights and state to the shards
+    shards    [ w0 w0 | w1 ] [ w1 w2 | w2 ]      weights and gradients
+    there     one all-to-all an axis, for each of the two
+    owners    cls(leaves, **options), with their true shapes; their state is handed in; `step()`
+    back      weights to the shards, one all-to-all an axis
 
-So what is stored stays flat, sharded and by leaf, in whatever shape the class keeps it: a tensor of a state lies in the
-extent of its leaf, from the beginning, and in a second buffer where it is larger than the leaf.
+What the class keeps stays where it is: in the State it lies whole at the owner of its leaf, in the class's own shapes,
+in buckets of its own (`owners.homes`). The class changes it in place.
 
-    opt["exp_avg"]    [ as main weights ]
-    opt["row"]        [ r0 . . | r1 . . ]        the first elements of the leaf's extent
-    opt["step"]       [ 3      | 3      ]        one number a leaf, the same on every rank
-    opt["form"]       [ 1      | 1      ]        what there is of the state: 0 before the first step
+    opt["exp_avg"]    [ m1 m2     ] [ m0         ]
+    opt["row"]        [ r1        ] [ r0         ]      of leaves that have one
+    opt["step#"]      [ 3  3      ] [ 3          ]      of Python's numbers
+    opt["form"]       [ 1  1      ] [ 1          ]      what there is of the state: 0 before the first step
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._common.device import being_captured, zeros_as
+from .._common.device import being_captured, lies_on_host
 from .._common.errors import ScheduleError, SpecError, TreeError
-from .._common.torch_names import pytree
+from .._common.torch_names import foreach_copy_, pytree, unflatten_dense_tensors
 from .._common.tracing import traced_as
-from .._optim.optimizer import Sender, Tree, UpdatesSome, at, by_label, check_settings, labels_in, portions
+from .._optim.optimizer import Sender, Tree, UpdatesSome, at, by_label, check_settings, labels_in, portions, put
 from .._plan.layout import Bucket, Leaf
 from .._runtime.given import Leaves
-from .._storage.flat import no_counts
-from .owners import Given, Moves, Owners, Part, back, cut, find_owners, ordered, there
+from .._storage.flat import FlatBuffer
+from .owners import Given, Homes, Moves, Owners, Part, back, cut, find_owners, homes, ordered, there
 from .probe import hand_over, made, name_of
 from .prove import Work, beside, numbers_like, same
 
-__all__ = ["WholeLeaves", "first_of"]
+__all__ = ["Job", "Kept", "WholeLeaves", "first_of"]
 
 Trees = dict[str, Tree]
 FORM = "form"
 PLAIN = (type(None), str, torch.dtype, torch.device, torch.Size)
-MOST = 64  # buffers for one tensor of a state
 FLOPS = 256  # that cost as much as an element that travels
 CHANGES = 6  # the step of a trial from which on a learning rate that is scheduled is another one
 
@@ -64,13 +64,113 @@ class Slot(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a state of a leaf looks like."""
+    """What a state of a leaf looks like. names: of what it has, in order, if that is all in one dict and of kinds that
+    are known by the object; else None."""
 
     structure: Any
     slots: tuple[Slot, ...]
+    names: tuple[Any, ...] | None
 
 
 Held = tuple[Form, Sequence[Any]]  # what an instance keeps of a leaf: its form, and the values in that
+
+
+class Job(NamedTuple):
+    """A leaf in a step, whole.
+
+    Attributes:
+        leaf, dtype: of its main weights.
+        weights: its elements, flat. They are changed in place.
+        grad: the same of its gradient; None of a leaf that has none.
+        rows: by name what the State keeps of it, views. They are changed in place.
+        numbers: by name the numbers that the State keeps of it. They are changed in place.
+    """
+
+    leaf: Leaf
+    dtype: torch.dtype
+    weights: torch.Tensor
+    grad: torch.Tensor | None
+    rows: dict[str, torch.Tensor]
+    numbers: dict[str, float]
+
+
+class Kept:
+    """What a State keeps, on this rank: of each leaf, by its path, tensors and numbers."""
+
+    def __init__(self, opt: Trees, whole: Mapping[int, torch.Tensor] | None = None) -> None:
+        """whole: all ranks' slices, by the id of the FlatBuffer; None: this rank's own are meant."""
+        self.tensors = [one for what, tree in opt.items() if not is_number(what) for one in tree.values()]
+        self.rows: dict[str, dict[str, torch.Tensor]] = {}
+        self.numbers: dict[str, dict[str, float]] = {}
+        self._read: list[tuple[str, torch.Tensor, slice, tuple[Place, ...], list[float]]] = []
+        for what, tree in opt.items():
+            for buffer in tree.values():
+                start, stop = buffer.span()
+                own, flat = slice(0, stop - start), buffer.local
+                if whole is not None:
+                    own, flat, start = slice(start, stop), whole[id(buffer)], 0
+                templates, places = _pieces(buffer.bucket, start, start + flat.numel())
+                if is_number(what):
+                    values = _on_host(buffer.local, flat)
+                    self._read.append((what, buffer.local, own, places, values))
+                    for path, _, i in places:
+                        self.numbers.setdefault(path, {})[what] = values[i]
+                else:
+                    views = unflatten_dense_tensors(flat, templates)
+                    for path, i, _ in places:
+                        self.rows.setdefault(path, {})[what] = views[i].detach()
+
+    def put_numbers(self) -> None:
+        """Numbers that have changed go to the State."""
+        for what, local, own, places, values in self._read:
+            new = list(values)
+            for path, _, i in places:
+                new[i] = self.numbers[path][what]
+            if new != values:
+                there = torch.tensor(new[own], dtype=local.dtype, device="cpu", pin_memory=not lies_on_host(local))
+                local.copy_(there, non_blocking=True)
+            if not local.is_inference():
+                HOST[local] = local._version, new
+
+
+HOST = WeakTensorKeyDictionary()  # numbers of a State that this process read or wrote, with the version of the tensor
+
+
+def _on_host(local: torch.Tensor, flat: torch.Tensor) -> list[float]:
+    """The numbers in a tensor, of which `local` is this rank's part. The host waits for those that it does not know."""
+    known: tuple[int, list[float]] | None = None if local.is_inference() else HOST.get(local)
+    if known is not None and known[0] == local._version and len(known[1]) == len(flat):
+        return known[1]
+    return flat.tolist()
+
+
+def is_number(what: str) -> bool:
+    """Whether it is the name of numbers."""
+    return what == FORM or what.endswith("#")
+
+
+Place = tuple[str, int, int]  # of a leaf its path, which piece it is, and where it begins
+
+
+@lru_cache(maxsize=4096)
+def _pieces(bucket: Bucket, start: int, stop: int) -> tuple[tuple[torch.Tensor, ...], tuple[Place, ...]]:
+    """Shapes that tile elements [start, stop) of a bucket, and the leaves there, which lie whole."""
+    shapes, places, end = list[tuple[int, ...]](), [], start
+    for leaf in bucket.leaves:
+        if start <= leaf.offset < stop:
+            shapes += [(leaf.offset - end,), leaf.shape]
+            places.append((leaf.path, len(shapes) - 1, leaf.offset - start))
+            end = leaf.offset + leaf.numel
+    shapes.append((stop - end,))
+    return tuple(torch.empty(shape, device="meta") for shape in shapes), tuple(places)
+
+
+class Plan(NamedTuple):
+    """Who owns what of some buckets, which are updated at once, and where what is kept lies."""
+
+    owners: tuple[Owners, ...]
+    groups: list[list[str]]
+    homes: Homes
 
 
 @dataclass(frozen=True)
@@ -86,6 +186,7 @@ class WholeLeaves(UpdatesSome):
     late: str = field(default="", compare=False)
     by_bucket: ClassVar[bool] = False
     communicates: ClassVar[bool] = True
+    arranges: ClassVar[bool] = True
     fill: ClassVar[int] = 1 << 29
 
     def __hash__(self) -> int:
@@ -107,11 +208,16 @@ class WholeLeaves(UpdatesSome):
         Ranks are balanced by what they move and compute, in one number: the elements of a leaf and of all that is kept
         of it, and one more for each 256 floating-point operations of a step, as the trial counts them.
         """
-        self._refuse_cut(buckets)
+        return self.plan(buckets).owners
+
+    def plan(self, buckets: Sequence[Bucket]) -> Plan:
+        """The same, with where what is kept lies. Found once for the same buckets."""
         key = tuple(buckets)
         if key not in self._plans:
+            self._refuse_cut(buckets)
             groups = self._groups(buckets)
-            self._plans[key] = find_owners(buckets, self._part, groups)
+            owners = find_owners(buckets, self._part, groups)
+            self._plans[key] = Plan(owners, groups, homes(owners, self._kinds))
         return self._plans[key]
 
     def _refuse_cut(self, buckets: Iterable[Bucket]) -> None:
@@ -124,14 +230,14 @@ class WholeLeaves(UpdatesSome):
                 )
 
     @cached_property
-    def _plans(self) -> dict[tuple[Bucket, ...], tuple[Owners, ...]]:
+    def _plans(self) -> dict[tuple[Bucket, ...], Plan]:
         return {}
 
     def _part(self, bucket: Bucket, leaf: Leaf) -> Iterator[Part]:
         if leaf.numel:
             forms = self.forms(leaf, bucket.main)
             kept = max(sum(math.prod(slot.shape or (0,)) for slot in form.slots) for form in forms)
-            work = self._work[leaf.label, leaf.shape, bucket.main] // FLOPS
+            work = self._work.get((leaf.label, leaf.shape, bucket.main), 0) // FLOPS
             yield Part(tuple(leaf.shape), None, 0, (leaf.numel, 1), leaf.numel + kept + work)
 
     @cached_property
@@ -193,6 +299,10 @@ class WholeLeaves(UpdatesSome):
 
     def _filled(self, optimizer: Any, param: torch.Tensor, form: Form, values: Sequence[Any]) -> None:
         """Give an instance what it kept of a leaf, and beside."""
+        if form.names is not None:
+            if form.names:
+                optimizer.state[param] = dict(zip(form.names, values, strict=True))
+            return
         tree = pytree.tree_unflatten(list(values), form.structure)
         if tree["state"]:
             optimizer.state[param] = tree["state"]
@@ -209,9 +319,10 @@ class WholeLeaves(UpdatesSome):
                 optimizer.state[name] = value
 
     def _taken(
-        self, label: str, optimizer: Any, param: torch.Tensor, fresh: Any, learn: bool
+        self, label: str, optimizer: Any, param: torch.Tensor, fresh: Any, learn: bool, now: Any = None
     ) -> tuple[Form, list[Any]]:
-        now = beside(optimizer)
+        """What an instance keeps of a leaf, and beside (`now`)."""
+        now = beside(optimizer) if now is None else now
         changed = frozenset(k for k, v in now.items() if k not in fresh or not same(fresh[k], v))
         known = self._moving.get(label, frozenset())
         if learn:
@@ -246,7 +357,9 @@ class WholeLeaves(UpdatesSome):
                     "update) pair."
                 )
             values.append(value)
-        return Form(structure, tuple(slots)), values
+        plain = not tree["beside"] and len(tree["state"]) == len(slots) and all(len(path) == 2 for path, _ in pairs)
+        names = tuple(tree["state"]) if plain and not any(isinstance(slot.value, set) for slot in slots) else None
+        return Form(structure, tuple(slots), names), values
 
     def forms(self, leaf: Leaf, dtype: torch.dtype) -> list[Form]:
         """What the class keeps of a leaf, in the order in which it comes to that, from some steps on numbers."""
@@ -353,36 +466,32 @@ class WholeLeaves(UpdatesSome):
 
     def init(self, main: Tree) -> Trees:
         check_settings(main, **self.options)
-        self._refuse_cut(buffer.bucket for buffer in main.values())
-        opt: Trees = {FORM: {}}
-        for bucket, buffer in main.items():
-            opt[FORM][bucket] = no_counts(buffer)
-            dtypes: dict[str, torch.dtype] = {}
-            for leaf in buffer.bucket.leaves:
-                if not leaf.numel:
-                    continue
-                for slot in [slot for form in self.forms(leaf, buffer.local.dtype) for slot in form.slots]:
-                    if slot.python is not None and bucket not in opt.setdefault(slot.name + "#", {}):
-                        opt[slot.name + "#"][bucket] = no_counts(buffer, torch.float64)
-                    for name in self._buffers_of(slot, leaf):
-                        dtype = _stored(slot.dtype)
-                        dtypes[name] = torch.promote_types(dtypes.get(name, dtype), dtype)
-            for name, dtype in dtypes.items():
-                opt.setdefault(name, {})[bucket] = buffer.but(zeros_as(buffer.local, dtype))
+        if not main:
+            return {}
+        like, opt = {buffer.bucket.placement: buffer for buffer in main.values()}, Trees()
+        for what, some in self.plan([buffer.bucket for buffer in main.values()]).homes.items():
+            for name, (bucket, dtype) in some.items():
+                near, numel = like[bucket.placement], bucket.numel // bucket.slices("main")
+                local = near.local.new_zeros(numel, dtype=dtype)
+                opt.setdefault(what, {})[name] = FlatBuffer(local, bucket, near.states, near.mesh)
         return opt
 
-    def _buffers_of(self, slot: Slot, leaf: Leaf) -> list[str]:
-        """The names of the buffers in which a tensor of a state lies."""
-        if slot.shape is None:
-            return []
-        count = -(-math.prod(slot.shape) // leaf.numel)
-        if count > MOST:
-            raise SpecError(
-                f"{name_of(self.cls)}: it keeps {math.prod(slot.shape):,} elements as {slot.name!r} of the leaf "
-                f"{leaf.path!r}, which has {leaf.numel:,}: more than {MOST} times as many. Give the leaf to another "
-                "optimizer by its label: fsdp.partition."
-            )
-        return [slot.name if not k else f"{slot.name}[{k}]" for k in range(count)]
+    def _kinds(self, bucket: Bucket, leaf: Leaf) -> dict[tuple[str, torch.dtype], tuple[int, ...]]:
+        """What is kept of a leaf in all its forms: names and dtypes, and shapes."""
+        found: dict[tuple[str, torch.dtype], tuple[int, ...]] = {(FORM, torch.int64): ()}
+        tensors: dict[str, list[Slot]] = {}
+        for slot in [slot for form in self.forms(leaf, bucket.main) for slot in form.slots]:
+            if slot.python is not None:
+                found[slot.name + "#", torch.float64] = ()
+            elif slot.shape is not None and 0 not in slot.shape:
+                tensors.setdefault(slot.name, []).append(slot)
+        for name, some in tensors.items():
+            dtype, shapes = _stored(some[0].dtype), [slot.shape or () for slot in some]
+            for slot in some[1:]:
+                dtype = torch.promote_types(dtype, _stored(slot.dtype))
+            largest = max(math.prod(shape) for shape in shapes)
+            found[name, dtype] = shapes[0] if all(shape == shapes[0] for shape in shapes) else (largest,)
+        return found
 
     # ---- a step
 
@@ -411,20 +520,23 @@ class WholeLeaves(UpdatesSome):
                 f"{name_of(self.cls)}: the leaf {lacking_one!r} has no gradient in this step, but with this class "
                 f"{self.late}. Give it zeros, or by='all'."
             )
-        buckets = [buffer.bucket for buffer in main.values()]
+        plan = self.plan([buffer.bucket for buffer in main.values()])
         if any(self._moving.values()):  # what an instance counts, it counts for leaves without a gradient, too
             lacks = {(name, i) for name, some in given.items() for i, one in enumerate(some) if not one}
             given = {}
         else:
             lacks = set()
         lacking: Given = tuple([(name, tuple(some)) for name, some in given.items()])
-        for owners in self.owners(buckets):
+        kept = Kept(opt)
+        torch.autograd.graph.increment_version([one.local for one in kept.tensors])  # who writes to `.data` does not
+        for owners in plan.owners:
             mine = {bucket.name for bucket in owners.buckets}
-            for group in self._groups(buckets):
+            for group in plan.groups:
                 names = tuple([name for name in group if name in mine])
                 moves = owners.moves(names, lacking, sender.coordinate) if names else None
                 if moves is not None and moves.some:
-                    self._update(owners, moves, names, given, lacks, grads, opt, main, count, sender)
+                    self._update(owners, moves, names, lacks, grads, kept, main, count, sender)
+        kept.put_numbers()
         return main, opt
 
     def _skipped(self, skip: torch.Tensor | None, main: Tree) -> bool:
@@ -433,135 +545,131 @@ class WholeLeaves(UpdatesSome):
         return skip is not None and bool(skip)
 
     def _update(
-        self, owners: Owners, moves: Moves, names: Sequence[str], given: Leaves, lacks: set[tuple[str, int]],
-        grads: Tree, opt: Trees, main: Tree, count: torch.Tensor, sender: Sender,
+        self, owners: Owners, moves: Moves, names: Sequence[str], lacks: set[tuple[str, int]], grads: Tree, kept: Kept,
+        main: Tree, count: torch.Tensor, sender: Sender,
     ) -> None:  # fmt: skip
-        channels = {"/main": main, "/grads": grads}
-        numbers: dict[tuple[str, str], list[float]] = {}
-        for what, tree in opt.items():
-            some = {name: tree[name] for name in names if name in tree}
-            if some and next(iter(some.values())).bucket.by_leaf:
-                numbers |= {(what, name): buffer.local.tolist() for name, buffer in some.items()}
-            elif some:
-                channels[what] = some
-        came: dict[str, list[torch.Tensor]] = {}
-        for what, tree in channels.items():
-            flat = there(moves, self._sent(moves, tree, names, main), sender, "leaves")
-            came[what] = [
-                row for shape, _, slices in moves.stacks for row in ordered(flat, slices).view(-1, math.prod(shape))
-            ]
         which = [owners.owned[i] for members in moves.members for i in members]
-        changed = {key: [0.0] * len(values) for key, values in numbers.items()}
-        for k, one in enumerate(which):
-            leaf = main[one.bucket].bucket.leaves[one.leaf]
-            rows = {what: rows[k] for what, rows in came.items() if one.bucket in channels[what]}
-            values = {what: v[one.leaf] for (what, bucket), v in numbers.items() if bucket == one.bucket}
-            bare = (one.bucket, one.leaf) in lacks
-            for what, value in self._one(leaf, main[one.bucket].local.dtype, rows, values, count, bare).items():
-                changed[what, one.bucket][one.leaf] = value
-        for what, tree in channels.items():
-            if what == "/grads":
+        order = tuple([piece for _, _, slices in moves.stacks for piece in slices])
+        came = [ordered(there(moves, _sent(moves, tree, names), sender, "leaves"), order) for tree in (main, grads)]
+        sizes = [math.prod(one.part.shape) for one in which]
+        jobs: dict[str, list[Job]] = {}
+        for one, weights, grad in zip(which, *(flat.split(sizes) for flat in came), strict=True):
+            buffer = main[one.bucket]
+            leaf, bare = buffer.bucket.leaves[one.leaf], (one.bucket, one.leaf) in lacks
+            if bare and not self._moving.get(one.label):
                 continue
-            empty = self._sent(moves, tree, names, main)[:0]
-            flat = back(moves, came[what], empty, sender, "leaves")
-            runs = [end - start for _, start, end, _, _ in moves.runs]
-            for (name, start, end, _, _), new in zip(moves.runs, flat.split(runs) if runs else (), strict=True):
-                if name in tree:
-                    tree[name].local[start:end].copy_(new)
-        self._put_numbers(owners, given, opt, numbers, changed, sender)
+            job = Job(leaf, buffer.local.dtype, weights, None if bare else grad, kept.rows.get(one.path, {}),
+                      kept.numbers[one.path])  # fmt: skip
+            jobs.setdefault(one.label, []).append(job)
+        for label, some in jobs.items():
+            alone = bool(self._moving.get(label)) or bool(self.late)
+            for part in [[job] for job in some] if alone else [some]:
+                self._step(label, part, count, alone)
+        flat = back(moves, came[:1] if which else [], came[0][:0], sender, "leaves")
+        runs = [end - start for _, start, end, _, _ in moves.runs]
+        if runs:
+            foreach_copy_(cut(moves, main), list(flat.split(runs)))
 
-    def _sent(self, moves: Moves, tree: Tree, names: Sequence[str], main: Tree) -> torch.Tensor:
-        """This rank's runs of a tree, one after the other; zeros of a bucket that has none, and of one dtype."""
-        dtypes = [tree[name].local.dtype for name in names if name in tree]
-        dtype = dtypes[0]
-        for other in dtypes[1:]:
-            dtype = torch.promote_types(dtype, other)
-        if all(name in tree for name in names):
-            parts = cut(moves, tree)
-        else:
-            parts = [
-                tree[name].local[a:b] if name in tree else zeros_as(main[name].local[a:b], dtype)
-                for name, a, b, _, _ in moves.runs
-            ]
-        if not parts:
-            return main[names[0]].local.new_empty(0, dtype=dtype)
-        return torch.cat([part.to(dtype) for part in parts])
-
-    def _one(
-        self, leaf: Leaf, dtype: torch.dtype, rows: dict[str, torch.Tensor], numbers: dict[str, float],
-        count: torch.Tensor, lacks: bool,
-    ) -> dict[str, float]:  # fmt: skip
-        """One step with one leaf; rows are changed in place. Returns the numbers that are kept of it."""
-        forms = self.forms(leaf, dtype)
-        held = self._held_by(leaf, forms, rows, numbers)
-        param = torch.nn.Parameter(rows["/main"].to(dtype).view(leaf.shape).clone())
+    def _step(self, label: str, jobs: Sequence[Job], count: torch.Tensor, alone: bool = False) -> None:
+        """One step of one instance, with these leaves. alone: others have instances of their own."""
+        first = jobs[0].leaf
+        what = f"the leaf {first.path!r} of shape {list(first.shape)}" if len(jobs) == 1 else f"{len(jobs)} leaves"
+        with torch.inference_mode(False), torch.no_grad():
+            own = [job.weights.to(job.dtype).view(job.leaf.shape) for job in jobs]
+            params = [torch.nn.Parameter(one) for one in own]
+            held = [self._held_by(job) for job in jobs]
         with torch.inference_mode(False):
-            optimizer, fresh = self._one_made(leaf.label, param, held, lacks)
-            if not lacks:
-                hand_over(param, rows["/grads"].to(dtype).view(leaf.shape).clone())
-            self._stepped(leaf.label, optimizer, count, f"the leaf {leaf.path!r} of shape {list(leaf.shape)}")
-            after, values = self._taken(leaf.label, optimizer, param, fresh, False)
-        return self._kept(leaf, param, forms, after, values, rows, numbers)
+            if alone:
+                optimizer, fresh = self._one_made(label, params[0], held[0], jobs[0].grad is None)
+            else:
+                optimizer, fresh = self._made(label, params, held)
+            for job, param in zip(jobs, params, strict=True):
+                if job.grad is not None:
+                    hand_over(param, job.grad.to(job.dtype).view(job.leaf.shape))
+            self._stepped(label, optimizer, count, what)
+        with torch.no_grad():
+            now, pairs = beside(optimizer), list[tuple[torch.Tensor, torch.Tensor]]()
+            moved = any(k not in fresh or not same(fresh[k], v) for k, v in now.items())
+            for job, param, before, mine in zip(jobs, params, held, own, strict=True):
+                values = None if moved or before is None else _as_before(optimizer, param, *before)
+                if values is None or before is None:
+                    form, values = self._taken(label, optimizer, param, fresh, False, now)
+                    self._put_form(job, form)
+                else:
+                    form = before[0]
+                if param.data_ptr() != mine.data_ptr():  # it was given other data
+                    mine.copy_(param.detach())
+                if mine.data_ptr() != job.weights.data_ptr():
+                    job.weights.copy_(mine.reshape(-1))
+                pairs += self._put(job, form, values)
+            put(pairs, [old for old, _ in pairs])
 
-    def _kept(
-        self, leaf: Leaf, param: torch.Tensor, forms: list[Form], after: Form, values: Sequence[Any],
-        rows: dict[str, torch.Tensor], numbers: dict[str, float],
-    ) -> dict[str, float]:  # fmt: skip
-        """Put a leaf and what is kept of it into rows. Returns the numbers."""
-        if after not in forms:
+    def _put_form(self, job: Job, form: Form) -> None:
+        """Put the number of a form into a job, and zeros for numbers."""
+        forms = self.forms(job.leaf, job.dtype)
+        if form not in forms:
             raise TreeError(
-                f"{name_of(self.cls)}: what it keeps of the leaf {leaf.path!r} has another structure than it had in "
-                f"{len(forms)} forms of its first steps: {[slot.name for slot in after.slots]}. No State can hold "
+                f"{name_of(self.cls)}: what it keeps of the leaf {job.leaf.path!r} has another structure than it had "
+                f"in {len(forms)} forms of its first steps: {[slot.name for slot in form.slots]}. No State can hold "
                 "that. Write an (init, update) pair."
             )
-        rows["/main"].copy_(param.detach().reshape(-1))
-        kept: dict[str, float] = dict.fromkeys(numbers, 0.0)
-        kept[FORM] = forms.index(after) + 1
-        for slot, value in zip(after.slots, values, strict=True):
-            if slot.python is not None:
-                kept[slot.name + "#"] = float(value)
-            flat = value.detach().reshape(-1) if slot.shape is not None else None
-            for k, name in enumerate(self._buffers_of(slot, leaf)):
-                assert flat is not None
-                part = flat[k * leaf.numel : (k + 1) * leaf.numel]
-                rows[name][: part.numel()].copy_(part)
-        return kept
+        job.numbers.update(dict.fromkeys(job.numbers, 0.0))
+        job.numbers[FORM] = forms.index(form) + 1
 
-    def _held_by(
-        self, leaf: Leaf, forms: list[Form], rows: dict[str, torch.Tensor], numbers: Mapping[str, float]
-    ) -> Held | None:
+    def _put(self, job: Job, form: Form, values: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Put numbers that are kept of a leaf into a job. Returns rows, and what is to be copied into them."""
+        pairs = []
+        for slot, value in zip(form.slots, values, strict=True):
+            if slot.python is not None:
+                job.numbers[slot.name + "#"] = float(value)
+            elif slot.shape is not None and slot.name in job.rows:
+                row = job.rows[slot.name]
+                if value.data_ptr() != row.data_ptr() or value.dtype is not row.dtype or not value.is_contiguous():
+                    pairs.append((row.view(-1)[: value.numel()], value.detach().reshape(-1)))
+        return pairs
+
+    def _held_by(self, job: Job) -> Held | None:
         """What is kept of a leaf, as the class has it; None before its first step."""
-        which = int(numbers[FORM])
+        which = int(job.numbers[FORM])
         if not which:
             return None
-        form = forms[which - 1]
-        return form, [self._value(slot, leaf, rows, numbers) for slot in form.slots]
+        form = self.forms(job.leaf, job.dtype)[which - 1]
+        return form, [self._value(slot, job) for slot in form.slots]
 
-    def _value(self, slot: Slot, leaf: Leaf, rows: dict[str, torch.Tensor], numbers: Mapping[str, float]) -> Any:
+    def _value(self, slot: Slot, job: Job) -> Any:
         if slot.python is not None:
-            return slot.python(numbers[slot.name + "#"])
+            return slot.python(job.numbers[slot.name + "#"])
         if slot.shape is None:
             return copy.copy(slot.value)
-        parts = [rows[name] for name in self._buffers_of(slot, leaf)]
-        flat = torch.cat(parts)[: math.prod(slot.shape)] if parts else rows["/main"][:0]
-        return flat.to(slot.dtype).view(slot.shape).clone()  # no view, which some modes forbid to write to
+        if slot.name not in job.rows:
+            return job.weights.new_empty(slot.shape, dtype=slot.dtype)
+        row = job.rows[slot.name]
+        if row.shape != slot.shape:
+            row = row.view(-1)[: math.prod(slot.shape)].view(slot.shape)
+        return row if row.dtype is slot.dtype else row.to(slot.dtype)
 
-    def _put_numbers(
-        self, owners: Owners, given: Leaves, opt: Trees, old: dict[tuple[str, str], list[float]],
-        changed: dict[tuple[str, str], list[float]], sender: Sender,
-    ) -> None:  # fmt: skip
-        """Each number from the rank that owns its leaf to all."""
-        first = opt[FORM][next(iter(changed))[1]].local
-        flat = torch.tensor([v for one in changed.values() for v in one], dtype=torch.float64, device=first.device)
-        if owners.axes:
-            (flat,) = sender.sum([flat], [tuple(axis for axis, _ in owners.axes)])
-        for (what, bucket), new in zip(changed, flat.split([len(v) for v in changed.values()]), strict=True):
-            local, some = opt[what][bucket].local, given.get(bucket)
-            if some is None:
-                local.copy_(new)
-            else:
-                took = torch.tensor(some, dtype=torch.bool, device=local.device)
-                local.copy_(torch.where(took, new.to(local.dtype), local))
+
+def _as_before(optimizer: Any, param: torch.Tensor, form: Form, before: Sequence[Any]) -> Sequence[Any] | None:
+    """What an instance keeps of a leaf, where that has the form that it had, without a long look. None: not known."""
+    state = optimizer.state.get(param, {})
+    if form.names is None or tuple(state) != form.names:
+        return None
+    values = [*state.values()]
+    for slot, old, new in zip(form.slots, before, values, strict=True):
+        if type(new) is not type(old) or (slot.python is None and slot.shape is None and new is not old):
+            return None
+        if slot.shape is not None and (new.shape != slot.shape or new.dtype is not slot.dtype):
+            return None
+    return values
+
+
+def _sent(moves: Moves, tree: Tree, names: Sequence[str]) -> torch.Tensor:
+    """This rank's runs of a tree, one after the other, of one dtype on all ranks."""
+    dtype = tree[names[0]].local.dtype
+    for name in names[1:]:
+        dtype = torch.promote_types(dtype, tree[name].local.dtype)
+    parts = cut(moves, tree)
+    return torch.cat([part.to(dtype) for part in parts]) if parts else tree[names[0]].local.new_empty(0, dtype=dtype)
 
 
 def _stored(dtype: torch.dtype | None) -> torch.dtype:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -112,8 +113,17 @@ def redistribute(state: State, spec: Spec, *, allow: Collection[str] = ()) -> St
         >>> state = fsdp.redistribute(state, fsdp.Spec(mesh, fsdp.ddp("data")))  # for evaluation
     """
     new = moved(state, spec, allow)
+    if _arranges(state):
+        mover = Mover(state, new.layout, new.spec, False)
+        with new.version.lineage.looking(new):
+            new = new._evolve(opt=_optimizer_state(mover, new, state.opt, {*state.layout.trainable}))
     state.version.lineage.moved_to(new)
     return new
+
+
+def _arranges(state: State) -> bool:
+    """Whether the optimizer keeps what it keeps in buckets of its own."""
+    return getattr(state.optimizer, "arranges", False)
 
 
 def moved(state: State, spec: Spec, allow: Collection[str], verb: str = "redistribute", trains: bool = False) -> State:
@@ -149,11 +159,11 @@ def moved(state: State, spec: Spec, allow: Collection[str], verb: str = "redistr
         lineage.touched()
         lineage.moves(verb)
         main = mover.move(state.main)
-        opt = pytree.tree_map(mover.node, state.opt, is_leaf=is_buffers)
+        opt = {} if _arranges(state) else pytree.tree_map(mover.node, state.opt, is_leaf=is_buffers)
         mover.may_leave = False
         extras = pytree.tree_map(mover.node, state.extras, is_leaf=is_buffers)
         mover.may_leave = True
-    if hasattr(state.optimizer, "placed") and not trains:
+    if hasattr(state.optimizer, "placed") and not trains and not _arranges(state):
         opt = state.optimizer.placed(opt)
     copies = {name: mover.made(bucket.gathered, "weights", bucket.gather) for name, bucket in layout.buckets.items()
               if keeps_copy(bucket)}  # fmt: skip
@@ -335,6 +345,8 @@ class Mover:
         homes = self._homes(tree)
         looked: set[str] = set()
         for name, buffer in tree.items():
+            if name not in self.old.buckets:  # of the optimizer's own
+                continue
             for leaf in () if self.stays_cut else buffer.bucket.leaves:
                 if leaf.cuts or self.home[leaf.path].cut:
                     refuse_blocks(buffer.bucket, leaf.path)
@@ -369,13 +381,17 @@ class Mover:
         """The same values in the new buckets. The old shards are let go.
 
         Args:
-            into: the new buckets; of leaves that are in none of them nothing is kept.
+            into: the new buckets; of leaves that are in none of them nothing is kept. Old buckets of the optimizer's
+                own are moved into such only.
         """
         found: Buffers = dict(into or {})
         homes = self._homes(tree)
         # by path what of a leaf lies in this rank's part of its new bucket
         mine: dict[str, LeafShard] = {s.leaf.path: s for b in found.values() for s in leaf_shards(b)}
         for name, buffer in tree.items():
+            if name not in self.old.buckets:
+                _move_stretches(buffer, mine)
+                continue
             counts, every, old = buffer.bucket.by_leaf, buffer.bucket.every, self.old.buckets[name]
             values = gather_leaves(buffer) if self.stays_cut else whole_leaves(buffer)
             for leaf in buffer.bucket.leaves:
@@ -398,7 +414,7 @@ class Mover:
             self.often[id(buffer)] -= 1
             if not self.often[id(buffer)]:
                 buffer.__dict__["local"] = buffer.local.new_empty(0)
-        return {name: found[name] for name in self.layout.buckets if name in found}
+        return found if into else {name: found[name] for name in self.layout.buckets if name in found}
 
     def made(self, bucket: Bucket, kind: str, dtype: torch.dtype) -> FlatBuffer:
         """Zeros for this rank's shard of a bucket."""
@@ -406,6 +422,23 @@ class Mover:
         stays = (bucket.on_host if kind == "main" else bucket.copy_on_host) and self.may_leave
         local = host_memory(numel, dtype, device) if stays else torch.zeros(numel, dtype=dtype, device=device)
         return FlatBuffer(local, bucket, states_of(bucket, kind), self.spec.mesh)
+
+
+def _move_stretches(buffer: FlatBuffer, mine: Mapping[str, LeafShard]) -> None:
+    """Leaves of a bucket of an optimizer's own, that lie whole in one slice each: a stretch of all slices at a time."""
+    bucket, ranks = buffer.bucket, buffer.bucket.slices("main")
+    size = bucket.numel // ranks
+    for a in range(0, size, room := max(STRETCH // ranks, 1)):
+        b = min(a + room, size)
+        part = replace(bucket, leaves=(), numel=ranks * (b - a))
+        stretch = FlatBuffer(buffer.local[a:b], part, buffer.states, buffer.mesh)
+        whole = stretch.gather(buffer.local.new_empty(part.numel)).view(ranks, b - a)
+        for leaf in [leaf for leaf in bucket.leaves if leaf.path in mine]:
+            owner, at = divmod(leaf.offset, size)
+            _, first, local = mine[leaf.path]
+            i, j = max(a - at, first), min(b - at, leaf.numel, first + local.numel())
+            if i < j:
+                local[i - first : j - first].copy_(whole[owner, i + at - a : j + at - a])
 
 
 def _own(bucket: Bucket, run: Runtime) -> dict[str, tuple[int, int]]:
@@ -426,6 +459,7 @@ def _seen(optimizer: Any, labels: set[str], every: set[str]) -> set[str]:
     return _seen(optimizer.members[names.pop()], labels, mine) if len(names) == 1 else mine
 
 
+STRETCH = 1 << 24  # elements, of all ranks' slices together
 Trees = dict[str, dict[str, FlatBuffer]]  # by the path in the optimizer's state, and by bucket
 
 

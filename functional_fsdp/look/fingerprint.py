@@ -473,19 +473,25 @@ class Watch:
     def buffers(self, state: State, kind: str, tree: dict[str, FlatBuffer], suffix: str = "") -> None:
         """Leaves of buffers, of which this rank has a part."""
         for name, buffer in tree.items():
+            own = [] if name in state.layout.buckets else state.layout.buckets.values()  # of an optimizer's own
+            units = {leaf.path: one.unit for one in own for leaf in one.leaves}
             (along,) = shards(state, {name: buffer})
             for leaf, start, local in leaf_shards(buffer):
                 found = digest(local, start)
-                self.note(kind, buffer.bucket.unit, leaf.path + suffix, found, along, None, local.dtype)
+                self.note(kind, units.get(leaf.path, buffer.bucket.unit), leaf.path + suffix, found, along, None,
+                          local.dtype)  # fmt: skip
 
     def moments(self, state: State) -> None:
         """What the optimizer keeps of leaves."""
         flat, _ = pytree.tree_flatten_with_path(state.opt, is_leaf=lambda x: isinstance(x, FlatBuffer))
         for path, leaf in flat:
-            known = isinstance(leaf, FlatBuffer) and state.layout.buckets.get(leaf.bucket.name)
-            if known and leaf.bucket.numel == known.numel:
-                name = "".join(pytree.keystr((key,)) for key in path if str(getattr(key, "key", "")) != known.name)
-                self.buffers(state, "moment", {known.name: leaf}, f" {name}")
+            if not isinstance(leaf, FlatBuffer):
+                continue
+            known = state.layout.buckets.get(leaf.bucket.name)  # None: a bucket of the optimizer's own
+            if leaf.local.is_floating_point() if known is None else leaf.bucket.numel == known.numel:
+                home = leaf.bucket.name
+                name = "".join(pytree.keystr((key,)) for key in path if str(getattr(key, "key", "")) != home)
+                self.buffers(state, "moment", {home: leaf}, f" {name}")
 
     def updates(self, state: State, before: dict[Key, torch.Tensor]) -> None:
         """Main weights after the step; projections are of how they moved."""

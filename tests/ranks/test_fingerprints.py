@@ -428,6 +428,8 @@ def of_many_kinds(name: str, marked: bool) -> list[Any]:
         "muon": fsdp.partition({"matrices": fsdp.muon(lr=0.01), "default": fsdp.sgd(lr=0.1)}),
         "from torch": fsdp.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9),
     }.get(name, fsdp.adamw(lr=0.01))
+    if name == "whole leaves":
+        optimizer = fsdp.from_torch(torch.optim.Adagrad, by="leaf", lr=0.1)
     placement: Any = fsdp.zero3(*axes)
     if name == "experts":
         placement = {"*experts*": fsdp.zero3("data"), "*": placement}
@@ -459,7 +461,7 @@ def of_many_kinds(name: str, marked: bool) -> list[Any]:
 
 
 KINDS = ["bfloat16", "recorded", "debug", "sum", "muon", "from torch", "frozen", "tied", "second order", "skip",
-         "microbatches", "no step", "experts"]  # fmt: skip
+         "microbatches", "no step", "experts", "whole leaves"]  # fmt: skip
 OFTEN = ("bfloat16", "muon", "tied", "microbatches", "experts")
 
 
@@ -473,6 +475,7 @@ def test_programs_of_many_kinds(name: str) -> None:
         assert repr(prints.steps) == repr(once[0][1].steps)
     kinds = {key.kind for key in once[0][1].steps[1].rows}
     assert {"input", "main", "weight", "gradient", "update", "result"} <= kinds
+    assert "moment" in kinds or name != "whole leaves"
     for exact in (True, False):
         found = fsdp.compare(once[0][1], again[0][1], exact=exact)
         assert found.first is None, repr(found)

@@ -403,9 +403,6 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "from_torch: a complex state": (
         lambda _: odd(lambda st, p: st.setdefault("c", torch.zeros(p.shape, dtype=torch.complex64))),
         "SpecError: keeps a Tensor of torch.complex64 as 'c'; a State has plain tensors of real numbers"),
-    "from_torch: a state that is too large": (
-        lambda _: odd(lambda st, p: st.setdefault("m", torch.zeros(200 * p.numel()))),
-        "SpecError: keeps 3,200 elements as 'm' of the leaf 'w', which has 16: more than 64 times as many"),
     "from_torch: a state of objects": (lambda _: odd(lambda st, p: st.setdefault("o", object())),
         "SpecError: keeps a object as 'o', which no State can hold"),
     "from_torch: a class that raises later": (lambda _: odd(lambda st, p: None, fails=True),
