@@ -16,12 +16,16 @@ Beside it the same step is taken on two small leaves, whose operations are compa
 Python of a proved class sees no value and no shape, so it does with the scouts what it will do with the real leaves.
 Where it sees no count either, as the class reads none on the host, and the rate is that of the step before, it can do
 nothing new: then the scouts go in one step of `EVERY`, for what a class may keep in globals.
+
+So it is, too, where Python sees a count and a rate, and takes no branch by them. After `PROVES` steps that is looked
+for once, by fake tensors: a count is then a symbol without a value, and what branches on it, or takes it out of
+torch's arithmetic, raises (`Scout._blind_to_numbers`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count as counter
@@ -32,7 +36,7 @@ import torch
 
 from .._common.device import as_rate, being_captured, lies_on_host, zeros_as
 from .._common.errors import ScheduleError, SpecError, TreeError
-from .._common.torch_names import TorchDispatchMode
+from .._common.torch_names import FakeTensorMode, TorchDispatchMode, pytree
 from .._common.tracing import traced_as
 from .._optim.optimizer import Tree, UpdatesSome, at, by_label, check_settings, labels_in
 from .._plan.bucket import Bucket
@@ -47,7 +51,10 @@ __all__ = ["FromTorch", "Scout", "from_torch"]
 
 SIZE = 6
 EVERY = 16
+PROVES = 1024  # checks, which take about as long as that proof
+ANY = "any rate"
 Sequences = set[tuple[str, ...]]
+Tensors = list[torch.Tensor]
 
 
 class Names(TorchDispatchMode):
@@ -72,7 +79,8 @@ class Scout:
     def __init__(self, cls: Any) -> None:
         self.cls = cls
         self.proved: dict[Any, Sequences] = {}
-        self.blind: dict[Any, Any] = {}  # where Python sees no count: the rate that it saw last
+        self.blind: dict[Any, Any] = {}  # where Python sees no count, or goes by none: the rate that it saw last
+        self.looks: dict[Any, int] = {}  # since something new was seen
         self.buckets: dict[str, set[str]] = {}
         self.count: Any = None
         self.turn = 0
@@ -106,19 +114,28 @@ class Scout:
         self.turn += 1
         place = label, like.device.type, like.dtype
         rate = None if isinstance(lr, torch.Tensor) else lr
-        if self.turn % EVERY and self.blind.get(place, ()) == (rate, len(states)):
+        if self.turn % EVERY and self.blind.get(place) in ((rate, len(states)), (ANY, len(states))):
             return
         chosen = [states[(self.turn + i) % len(states)] for i in range(min(2, len(states)))]
         with torch.inference_mode(False), torch.no_grad():
             names = Names()
-            self._step(known, options, like, chosen, lr, names)
+            driven(self.cls, options, *_scouts(known, like, chosen), lr, names)
             proved = self.proved.setdefault(place, set())
             if (sequence := tuple(names.names)) in proved:
-                if not any(one.python or one.host for one in known.kept.values()) and HOST_READS.isdisjoint(sequence):
+                self.looks[place] = looks = self.looks.get(place, 0) + 1
+                if any(one.python or one.host for one in known.kept.values()):
+                    return
+                if looks == PROVES and self._blind_to_numbers(known, options, like, chosen, rate, sequence):
+                    self.blind[place] = ANY, len(states)
+                elif HOST_READS.isdisjoint(sequence) and self.blind.get(place, ("",))[0] != ANY:
                     self.blind[place] = rate, len(states)
                 return
             watch = Watch([SIZE] * len(chosen))
-            self._step(known, options, like, chosen, lr, watch.and_reads(), watch)
+            params, grads, given = _scouts(known, like, chosen)
+            for i, (param, grad, own) in enumerate(zip(params, grads, given, strict=True)):
+                for tensor in (param, grad, *(own[name] for name, one in known.kept.items() if not one.number)):
+                    watch.touch(tensor, i)
+            driven(self.cls, options, params, grads, given, lr, watch.and_reads())
         if found := [*watch.findings.values()]:
             raise TreeError(
                 f"{name_of(self.cls)}: in this step the class does what it had not done when it was proved "
@@ -126,29 +143,56 @@ class Scout:
             )
         proved.add(sequence)
         self.blind.pop(place, None)
+        self.looks.pop(place, None)
 
-    def _step(
-        self, known: Known, options: Mapping[str, Any], like: torch.Tensor, states: Sequence[State], lr: Any,
-        within: AbstractContextManager[Any], watch: Watch | None = None,
-    ) -> None:  # fmt: skip
-        params = [numbers_like((SIZE,), 1 + i).to(like.device, like.dtype) for i in range(len(states))]
-        grads = [numbers_like((SIZE,), 5 + i).to(like.device, like.dtype) for i in range(len(states))]
-        given = []
-        for param, real in zip(params, states, strict=True):
-            own = states_of(known.kept, param)
-            for name, value in real.items():
-                if known.kept[name].number:
-                    own[name] = value.clone() if isinstance(value, torch.Tensor) else value
-            given.append(own)
-        for i, (param, grad, own) in enumerate(zip(params, grads, given, strict=True)):
-            for tensor in (param, grad, *(own[name] for name, one in known.kept.items() if not one.number)):
-                if watch is not None:
-                    watch.touch(tensor, i)
-        driven(self.cls, options, params, grads, given, lr, within)
+    def _blind_to_numbers(
+        self, known: Known, options: Mapping[str, Any], like: torch.Tensor, states: Sequence[State], rate: float | None,
+        sequence: tuple[str, ...],
+    ) -> bool:  # fmt: skip
+        """Whether Python takes these operations whatever counts and the rate are. Nothing is computed."""
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # loads SymPy
+
+        names, ended = Names(), list[bool]()
+        scouts = _scouts(known, like, states)
+        with FakeTensorMode(shape_env=ShapeEnv()) as mode, suppress(Exception):
+            flat, structure = pytree.tree_flatten(scouts)
+            fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in flat]
+            symbol = None if rate is None else torch.empty((), dtype=torch.float64, device=HOST).item()
+            params, grads, given = pytree.tree_unflatten(fakes, structure)
+            driven(self.cls, options, params, grads, given, symbol, _to_the_end(names, ended))
+        return bool(ended) and tuple(names.names) == sequence
+
+
+def _scouts(known: Known, like: torch.Tensor, states: Sequence[State]) -> tuple[Tensors, Tensors, list[State]]:
+    """Two small leaves, their gradients, and what is kept of them, with the numbers of these states."""
+    params, grads = (
+        [_numbers(seed + i, like.device, like.dtype).clone() for i in range(len(states))] for seed in (1, 5)
+    )
+    given = []
+    for param, real in zip(params, states, strict=True):
+        own = states_of(known.kept, param)
+        for name, value in real.items():
+            if known.kept[name].number:
+                own[name] = value.clone() if isinstance(value, torch.Tensor) else value
+        given.append(own)
+    return params, grads, given
+
+
+@lru_cache(maxsize=256)
+def _numbers(seed: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return numbers_like((SIZE,), seed).to(device, dtype)
+
+
+@contextmanager
+def _to_the_end(names: Names, ended: list[bool]) -> Iterator[None]:
+    """So far and no further: what follows a step looks for the memory of tensors, which fakes have not."""
+    with names:
+        yield
+    ended.append(True)
+    raise RuntimeError("this is all")
 
 
 Trees = dict[str, Tree]
-Tensors = list[torch.Tensor]
 HOST = torch.device("cpu")
 NUMBER = counter()
 LIVE: WeakValueDictionary[int, FromTorch] = WeakValueDictionary()  # by what a graph calls them
@@ -244,11 +288,10 @@ class FromTorch(UpdatesSome):
             some = given.get(name)
             buffers = [main[name], grads[name], *[opt[what][name] for what in names]]
             views = [one.local.unbind() if one.bucket.by_leaf else _parts(one) for one in buffers]
-            for i, leaf in enumerate(buffer.bucket.leaves):
-                if (some is None or some[i]) and leaf.numel and (numbers or views[0][i].numel()):
-                    lists = calls.setdefault((leaf.label, names), [[] for _ in views])
-                    for tensors, column in zip(lists, views, strict=True):
-                        tensors.append(column[i])
+            for label, which in _taking(buffer.bucket, *buffer.span(), numbers, some and tuple(some)):
+                lists = calls.setdefault((label, names), [[] for _ in views])
+                for tensors, column in zip(lists, views, strict=True):
+                    tensors += column if len(which) == len(column) else [column[i] for i in which]
         due = {label: self.scout.due(label, next(iter(main)), count) for label, _ in calls}
         for (label, names), (params, gradients, *kept) in calls.items():
             lr = by_label("lr", self.options.get("lr"), label)
@@ -306,6 +349,27 @@ class FromTorch(UpdatesSome):
             _put(known.kept[name], column, [state[name] for state in after])
         for tensor, old in zip((*params, *kept), before, strict=False):
             tensor.copy_(torch.where(skip, old, tensor))
+
+
+def _which(
+    bucket: Bucket, start: int, stop: int, numbers: bool, given: tuple[bool, ...] | None
+) -> list[tuple[str, list[int]]]:
+    """Which leaves take part, by label: those with a part in this slice, or all where there are numbers of them."""
+    found: dict[str, list[int]] = {}
+    for i, leaf in enumerate(bucket.leaves):
+        here = numbers or max(leaf.offset, start) < min(leaf.offset + leaf.numel, stop)
+        if leaf.numel and here and (given is None or given[i]):
+            found.setdefault(leaf.label, []).append(i)
+    return [*found.items()]
+
+
+_which_of = lru_cache(maxsize=65536)(_which)
+
+
+@traced_as(_which)
+def _taking(*args: Any) -> list[tuple[str, list[int]]]:
+    """The same, found once."""
+    return _which_of(*args)
 
 
 def _views(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
@@ -384,10 +448,10 @@ def from_torch(cls: type, *, by: str | None = None, **options: Any) -> FromTorch
     """An optimizer of torch.optim, or one of others in that form, on shards: exactly what the class does.
 
     There are three ways. *Elementwise*: the class takes its steps on this rank's parts of the leaves, flat, with its
-    own kernels. *Leaf*: each leaf travels, with its gradient and what the class keeps of it, to the one rank that
-    owns it; there an instance of the class has it whole, with its true shape; and it travels back. *All*, where you
-    say so: each rank gathers all leaves, and an instance of the class has all of them. `print` says which way an
-    optimizer goes, and which line of the class decided.
+    own kernels. *Leaf*: each leaf travels, with its gradient, to the one rank that owns it; there an instance of the
+    class has it whole, with its true shape, and what the class keeps of it lies there; and it travels back. *All*,
+    where you say so: each rank gathers all leaves, and an instance of the class has all of them. `print` says which way
+    an optimizer goes, and which line of the class decided.
 
     What is proved, here: the class takes 24 steps on leaves of six shapes, with gradients of scales from 1e-4 to 1e4,
     which some leaves lack in some steps, and every tensor operation is observed. It is elementwise if each operation
@@ -401,19 +465,24 @@ def from_torch(cls: type, *, by: str | None = None, **options: Any) -> FromTorch
 
     What is checked as it runs. Elementwise: before each step the class takes it on two leaves of six numbers, with
     the real counts, rate, dtype and device. A sequence of operations that was not met before is observed as above; if
-    it is not elementwise the step is refused, and nothing has changed. This costs 0.3 to 0.8 ms of a CPU in each
-    step. Replays of a CUDA graph run no Python, so nothing is checked there; in a compiled step it is. The other
+    it is not elementwise the step is refused, and nothing has changed. This costs 0.3 to 0.8 ms of a CPU. It is done
+    in one step of sixteen where Python reads no count, and the rate stays; and, from the 1,025th step on, where it
+    takes no branch by counts and rates, as AdamW. That is proved once, with symbols in the place of these numbers: what
+    compares one, or takes it out of torch's arithmetic (`math.sqrt`), is not proved, and is checked in each step.
+    Replays of a CUDA graph run no Python, so nothing is checked there; in a compiled step it is. The other
     ways: that the state has a structure that was seen before. A class that couples leaves only where one of them has
     no gradient, as heavyball's do while leaves begin, is refused in the step in which one has none.
 
     Each step has a new instance of the class, which is given what the State keeps. So an older State may be stepped
-    again, and checkpoints, skipped steps and `redistribute` need nothing of it. It costs a constructor: 0.005 ms a
-    leaf.
+    again, and checkpoints, skipped steps and `redistribute` need nothing of it. It costs a constructor. By whole leaves
+    an owner has one instance for its leaves of one label; or one for each leaf, of a class that counts something beside
+    the state of parameters, or whose leaves feel each other where one has no gradient.
 
     What the class keeps has the names that it gives them: `State.opt["exp_avg"]`, sharded as main weights,
-    [n / ranks]; and one number a leaf where it keeps one, as "step", the same on every rank. By whole leaves, a tensor
-    of another shape lies in the extent of its leaf. Both are in checkpoints, `optimizer_state` and `redistribute`, by
-    leaf, for any number of ranks. `load_optimizer_state` takes what torch's own has kept, for elementwise classes.
+    [n / ranks]; and one number a leaf where it keeps one, as "step", the same on every rank. By whole and by all
+    leaves, each tensor lies whole, in the class's shape, at the owner of its leaf, and numbers beside: FlatBuffers of
+    buckets of their own, [elements of the fullest owner]. All are in checkpoints, `optimizer_state` and `redistribute`,
+    by leaf, for any number of ranks. `load_optimizer_state` takes what torch's own has kept, for elementwise classes.
 
     Args:
         cls: a class with the constructor and the `step()` of torch.optim.Optimizer.
@@ -433,15 +502,16 @@ def from_torch(cls: type, *, by: str | None = None, **options: Any) -> FromTorch
             ScheduleError, in a step: a CUDA graph of a class that needs numbers on the host, or any graph of whole
             leaves.
 
-    Waits: a class that keeps Python numbers, or tensors on the host beside a GPU, makes the host wait in each step; and
-    so do whole leaves.
+    Waits: an elementwise class that keeps Python numbers, or tensors on the host beside a GPU, makes the host wait in
+    each step. By whole leaves a rate that is a function of the count does so, a step with `skip`, the first step of a
+    State that was made or loaded, and what the class itself reads.
 
-    Memory, by whole leaves: what a rank owns of half a gigabyte of main weights, with all that is kept of it, while it
-    computes; and a buffer as large as the leaf for each tensor that the class keeps, if that is smaller. By all leaves:
-    all weights, gradients and state, on each rank in each step, about twice; `print` says how many bytes they are.
+    Memory, by whole leaves: what a rank owns of half a gigabyte of main weights and of gradients, twice, while it
+    computes; and of what is kept the same on each rank, as much as on the fullest one. By all leaves: all weights,
+    gradients and state, on each rank in each step, about twice; `print` says how many bytes they are.
 
-    Collective: none if elementwise. By whole leaves two all-to-alls an axis, for weights and for each tensor that is
-    kept, one for gradients, and a sum of the numbers. By all leaves one all-gather an axis, for each bucket of weights,
+    Collective: none if elementwise. By whole leaves three all-to-alls an axis, for half a gigabyte of main weights:
+    weights and gradients there, and weights back. By all leaves one all-gather an axis, for each bucket of weights,
     of gradients, and of each tensor that is kept.
 
     >>> from_torch(torch.optim.NAdam, lr={"norm": 1e-4, "default": 1e-3}, weight_decay=0.1).cls.__name__

@@ -78,3 +78,49 @@ def test_a_captured_step_does_the_same(name: str) -> None:
 def test_what_keeps_numbers_on_the_host_is_not_captured() -> None:
     with pytest.raises(LaunchError, match=r"ScheduleError: from_torch\(Adagrad\): the class needs 'step' on the host"):
         launch(trained, ("Adagrad", "graph"), nprocs=RANKS)
+
+
+class ByNorm(torch.optim.Optimizer):
+    """As LAMB: moments, a Python count, and a norm of the leaf."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in [p for p in group["params"] if p.grad is not None]:
+                s = self.state[p]
+                if not s:
+                    s["mean"], s["square"], s["turns"] = torch.zeros_like(p), torch.zeros_like(p), 0
+                s["turns"] += 1
+                s["mean"].lerp_(p.grad, 0.1)
+                s["square"].lerp_(p.grad.square(), 0.01)
+                by = s["mean"] / (1 - 0.9 ** s["turns"]) / (s["square"].sqrt() + 1e-6)
+                p.sub_(by * (group["lr"] * p.norm() / by.norm()))
+
+
+def whole_leaves(by: str) -> float:
+    """How far weights are from the class's own, at most; once begun, the host waits for nothing in a step."""
+    mesh = fsdp.local_mesh()
+    params = {path: torch.nn.Parameter(p) for path, p in tree(0).items()}
+    plain = ByNorm(params.values())
+    state = fsdp.shard(tree(0), Spec(mesh, units=["a", "b", "scale"]), fsdp.from_torch(ByNorm, by=by))
+    for i in range(STEPS):
+        for path, grad in tree(i + 1).items():
+            params[path].grad = grad
+        plain.step()
+        state = fsdp.finish_reductions(fsdp.reduce(state, tree(i + 1)))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if i > 2 and by == "leaf" else "default")
+        try:
+            state = fsdp.step(state)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found = fsdp.full_params(state)
+    return max(float((found[path] - p.detach()).abs().max()) for path, p in params.items())
+
+
+@pytest.mark.parametrize("by", ["leaf", "all"])
+def test_whole_leaves_are_the_classs_own(by: str) -> None:
+    assert max(launch(whole_leaves, (by,), nprocs=RANKS)) < 1e-6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from support.tables import FULL
 import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, Spec, SpecError, TreeError
 from functional_fsdp import transforms as T
+from functional_fsdp._common.record import Collective
 from functional_fsdp._optim_extra import from_torch, probe
+from functional_fsdp._runtime.runtime import Runtime
 
 Tree = dict[str, torch.Tensor]
 SHAPES = {"a.w": (9, 40), "a.bias": (130,), "a.empty": (0, 2), "b.w": (4, 4), "b.bias": (1,), "norm": (9,), "scale": ()}
@@ -482,6 +485,77 @@ def rooted() -> list[int]:
     return [one.owner for one in owners.owned]
 
 
+class Factors(torch.optim.Optimizer):
+    """As LAMB, with a count of each kind, and a number for each row of a matrix."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                s = self.state[p]
+                if not s:
+                    s |= {"mean": torch.zeros_like(p), "square": torch.zeros_like(p), "rows": p.new_zeros(len(p))}
+                    s |= {"step": torch.tensor(0.0), "turns": 0}
+                s["step"] += 1
+                s["turns"] += 1
+                s["mean"].lerp_(p.grad, 0.1)
+                s["square"].lerp_(p.grad.square(), 0.01)
+                s["rows"].lerp_(p.grad.reshape(len(p), -1).norm(dim=1), 0.1)
+                p.sub_(s["mean"] / (1 + s["square"].sqrt()) * (0.1 * p.norm() / s["rows"].norm()))
+
+
+ISSUED: dict[int, list[Collective]] = {}  # by rank
+
+
+def owners_traffic(by: str) -> tuple[int, list[Collective], int, int]:
+    """(elements that leave their rank to be whole, what the optimizer issues in the third step, the same in bytes that
+    this rank receives, bytes of what is kept here)."""
+    shapes = {"matrix": (48, 4), "vector": (192,), "other": (192,), "last": (192,)}
+    weights = {name: torch.linspace(-1, 1, 192).view(shape) for name, shape in shapes.items()}
+    optimizer: Any = fsdp.from_torch(Factors, by=by)
+    state = fsdp.shard(weights, fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data"), units=["*"]), optimizer)
+    rank = state.version.lineage.runtime.rank
+    for step in range(3):
+        state = fsdp.finish_reductions(fsdp.reduce(state, tree_like(weights, step)))
+        ISSUED[rank] = []
+        state = fsdp.step(state)
+    here = dict(state.version.lineage.runtime.coordinate)
+    came = [sum(n for r, n in enumerate(one.splits.at(here)[0]) if r != here["data"]) if one.splits else one.numel // 2
+            for one in ISSUED[rank]]  # fmt: skip
+    bytes_in = sum(n * one.dtype.itemsize for n, one in zip(came, ISSUED[rank], strict=True))
+    kept = [buffer.local for tree in state.opt.values() for buffer in tree.values()]
+    return came[0], ISSUED[rank], bytes_in, sum(one.nbytes for one in kept)
+
+
+def tree_like(weights: Tree, seed: int) -> Tree:
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(p.shape, generator=g) for name, p in weights.items()}
+
+
+def test_what_a_class_keeps_stays_at_the_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and gradients travel, and weights back: three all-to-alls, whatever is kept. As much is kept as the class
+    keeps; a count is one number."""
+    real = Runtime.now
+
+    def counted(self: Any, one: Collective, *args: Any) -> None:
+        ISSUED.setdefault(self.rank, []).append(one)
+        real(self, one, *args)
+
+    monkeypatch.setattr(Runtime, "now", counted)
+    found = launch(owners_traffic, ("leaf",), nprocs=2)
+    there = sum(one[0] for one in found)
+    assert there == 2 * 192  # of four leaves of one size, two lie at another rank than their owner's
+    for _, some, _, kept in found:
+        assert [(one.kind, one.dtype) for one in some] == [("all_to_all", torch.float32)] * 3
+        assert kept == 4 * (3 * 2 * 256 + 128) + 128 * (8 + 8)  # two leaves, each to a multiple of 128 elements
+    assert sum(one[2] for one in found) == 4 * 3 * there
+    gathered = launch(owners_traffic, ("all",), nprocs=2)
+    assert sum(one[2] for one in gathered) >= 4 * (4 * 4 * 192)  # weights, gradients and two moments, all of them
+
+
 def test_owners_are_balanced_by_what_is_kept_and_computed() -> None:
     for owners in launch(rooted, nprocs=2):
         matrix, *vectors = owners
@@ -676,17 +750,18 @@ class ReadsItsCount(Patterns):
 
 def test_what_python_cannot_see_is_checked_now_and_then() -> None:
     looks: list[str] = []
-    real = from_torch.Scout._step
+    real = from_torch._scouts
 
-    def counted(self: Any, *args: Any) -> None:
-        looks.append(self.cls.__name__)
-        real(self, *args)
+    def counted(*args: Any) -> Any:
+        looks.append(name)
+        return real(*args)
 
-    with mock.patch.object(from_torch.Scout, "_step", counted):
+    with mock.patch.object(from_torch, "_scouts", counted):
         for optimizer in (
             fsdp.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9), fsdp.from_torch(torch.optim.RAdam, lr=0.1),
             fsdp.from_torch(torch.optim.Adagrad, lr=lambda count: 0.1 / (1 + count)),
         ):  # fmt: skip
+            name = optimizer.cls.__name__
             stepped(fsdp.shard(tree(0), Spec(fsdp.local_mesh()), optimizer), range(40))
     assert looks.count("SGD") <= 6  # no count, and one rate
     assert looks.count("RAdam") >= 40  # reads its count
@@ -694,6 +769,43 @@ def test_what_python_cannot_see_is_checked_now_and_then() -> None:
     state = stepped(fsdp.shard(tree(0), Spec(fsdp.local_mesh()), fsdp.from_torch(ReadsItsCount)), range(39))
     with pytest.raises(TreeError, match="The step was not taken"):
         stepped(state, range(39, 40))
+
+
+class TakesTheRoot(Patterns):
+    """Its count leaves torch's arithmetic, so that nobody knows what it decides."""
+
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        step = s.setdefault("step", torch.tensor(0.0)).add_(1)
+        p.sub_(group["lr"] * g / math.sqrt(step.item()))
+
+
+def test_a_class_that_branches_by_no_count_is_checked_now_and_then_after_a_proof(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(from_torch, "PROVES", 5)
+    looks: list[int] = []
+    real = from_torch._scouts
+
+    def counted(*args: Any) -> Any:
+        looks.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(from_torch, "_scouts", counted)
+
+    def looked(cls: Any, **options: Any) -> int:
+        looks.clear()
+        stepped(fsdp.shard(tree(0), Spec(fsdp.local_mesh()), fsdp.from_torch(cls, **options)), range(38))
+        return len(looks)
+
+    def falling(count: torch.Tensor) -> torch.Tensor:
+        return 0.1 / (1 + count)
+
+    for cls in (torch.optim.AdamW, torch.optim.NAdam):
+        for lr in (0.1, falling):
+            assert looked(cls, lr=lr) <= 5 + 1 + 3 + 4  # sequences are proved when they are met; a proof; each 16th
+    assert looked(torch.optim.Adagrad, lr=falling) <= 13
+    for other in (torch.optim.RAdam, ReadsItsCount, TakesTheRoot, TurnsLater):  # a branch, or nobody knows
+        assert looked(other, lr=0.1) >= 38
 
 
 def test_steps_of_two_states_with_one_optimizer_are_checked_in_turn() -> None:
