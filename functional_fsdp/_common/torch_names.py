@@ -165,6 +165,14 @@ def fakes_that_die() -> FakeTensorMode:
     return mode
 
 
+def dispatch_kept() -> AbstractContextManager[None]:
+    """After it this thread's dispatcher is as before, also where torch leaves it changed: a forward-mode derivative
+    that cannot be traced does."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(included, excluded)
+    return guard
+
+
 AS_IT_IS = nullcontext()
 
 

@@ -19,6 +19,7 @@ import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .._common import torch_names
 from .._common.device import device_of
 from .._common.errors import ScheduleError
 from .._common.record import Collective
@@ -43,6 +44,8 @@ RECORD = "functional_fsdp.collective"  # where a node of the graph has the recor
 
 #: what torch says of a tensor whose value is asked for, or of a shape that hangs on one
 VALUES = ("DataDependentOutput", "DynamicOutputShape", "get value out of a tracing tensor", "data-dependent")
+#: what it says of a forward-mode derivative that it runs by a script of its own, which fake tensors do not enter
+UNTRACED = ("is_inference() INTERNAL ASSERT", "at least two devices, meta and")
 
 
 class GraphBuild:
@@ -243,6 +246,7 @@ def _trace(
     fakes = [_fake(mode, leaves[i], device) for i in which]
     inner = dynamo().config.patch(error_on_nested_fx_trace=False)  # compiled functions in it are traced as any others
     with (
+        torch_names.dispatch_kept(),
         lowering(GraphBuild()) as session,
         keep_residuals(keep),
         _functions(session),
@@ -304,7 +308,14 @@ def _fake(mode: FakeTensorMode, leaf: torch.Tensor, device: torch.device) -> tor
 
 
 def refuse_values(error: Exception, verb: str) -> None:
-    """Raise what an error means if it comes of a tensor's value, which there is none of while a graph is made."""
+    """Raise what an error means: a tensor's value was asked for, which there is none of while a graph is made; or torch
+    cannot trace a derivative."""
+    if any(words in str(error) for words in UNTRACED):
+        raise ScheduleError(
+            f"{verb}: torch {torch.__version__} cannot trace a forward-mode derivative that this step takes (jvp, "
+            "jacfwd, hessian), as those of layer_norm, group_norm and batch_norm. It traces rms_norm's and attention's "
+            "(by the math backend), and grad, vjp, jacrev and vmap of all of them. Run this step eagerly."
+        ) from error
     if any(word in f"{type(error).__name__} {error}" for word in VALUES):
         frames = [*traceback.walk_tb(error.__traceback__)]
         raise ScheduleError(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -355,48 +358,121 @@ def test_units_that_are_compiled_run_eagerly_inside_of_transforms() -> None:
         assert said
 
 
-def model_of() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
+INSIDE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "grad": lambda m, x: grad(lambda x: m(x).sin().sum())(x).square().mean(),
+    "vjp": lambda m, x: pulled(m, x, x[:, :1]).square().mean(),
+    "jvp": lambda m, x: moved(m, x, x)[1].square().mean(),
+    "vmap": lambda m, x: vmap(m, randomness="different")(x).square().mean(),
+    "jacrev": lambda m, x: vmap(jacrev(m), randomness="same")(x).square().mean(),
+    "jacfwd": lambda m, x: jacfwd(m)(x[0]).square().mean(),
+    "hessian": lambda m, x: hessian(summed(m))(x[0]).square().mean(),
+    "grad of grad": lambda m, x: grad(lambda x: grad(summed(m))(x).square().sum())(x).square().mean(),
+    "dual numbers": lambda m, x: of_dual_numbers(m, 0),
+}
+INSIDE["three of them"] = lambda m, x: INSIDE["grad"](m, x) + INSIDE["jvp"](m, x) + INSIDE["vmap"](m, x)
 
 
-def in_graphs() -> dict[str, Any]:
-    """What is said of transforms in the loss of a driven step that becomes a graph; and the first way, which does."""
-    state, model = start(model_of())
-    x = numbers(3, WIDTH, seed=1)
-    found: dict[str, Any] = {}
-    losses: list[Callable[[Any, torch.Tensor], torch.Tensor]] = [
-        lambda m, x: grad(lambda x: m(x).sin().sum())(x).square().mean(),
-        lambda m, x: jvp(m, (x,), (x,))[1].square().mean(),
-        lambda m, x: vmap(m)(x).square().mean(),
-    ]
-    for loss in losses:
-        step = T.forward_backward(model, loss)
-        found.setdefault("third", []).append(raised(lambda: T.compile(step, backend="aot_eager")(state, x)))  # noqa: B023
-    with pytest.raises(RuntimeError) as caught:
-        torch.compile(T.forward_backward(model, losses[0]), fullgraph=True, backend="aot_eager")(state, x)
-    found["dynamo"] = str(caught.value)
+def steps_of(way: str, model: Any, loss: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    forward_backward = T.forward_backward(model, loss)
 
-    def first(state: fsdp.State) -> Any:
+    def first(state: fsdp.State, x: torch.Tensor) -> Any:
         state, params = fsdp.unshard(state)
-        grads, loss = torch.func.grad_and_value(lambda p: losses[0](fsdp.bind(model, p), x))(params)
-        return fsdp.step(fsdp.reduce(state, grads)), loss
+        grads, value = torch.func.grad_and_value(lambda p: loss(fsdp.bind(model, p), x))(params)
+        return fsdp.step(fsdp.reduce(state, grads)), value
 
-    eager, _ = first(state)
-    want = dict(fsdp.full_params(eager))
-    state, model = start(model_of())
-    after, _ = torch.compile(first, fullgraph=True, backend="aot_eager")(state)
-    found["first"] = apart(dict(fsdp.full_params(after)), want)
+    def second(state: fsdp.State, x: torch.Tensor) -> Any:
+        """The loss takes its derivatives by what the first unit gives."""
+        state, w = fsdp.unshard(state, "0")
+        h, back = T.vjp(lambda w, x: fsdp.bind(model[0], w)(x), w, x)
+        state, w = fsdp.unshard(fsdp.release(state, "0"), "2")
+        value, pull = T.vjp(lambda w, h: loss(lambda h: fsdp.bind(model[2], w)(torch.tanh(h)), h), w, h)
+        dw, dh = pull(w, torch.ones_like(value))
+        state = fsdp.release(fsdp.reduce(state, dw, "2"), "2")
+        state, w = fsdp.unshard(state, "0")
+        dw, _ = back(w, dh)
+        return fsdp.step(fsdp.release(fsdp.reduce(state, dw, "0"), "0")), value
+
+    def third(state: fsdp.State, x: torch.Tensor) -> Any:
+        state, value = forward_backward(state, x)
+        return fsdp.step(state), value
+
+    return {"first": first, "second": second, "third": third}[way]
+
+
+def compiled(way: str, compiler: str, losses: Sequence[str], rate: float = 0.0) -> dict[str, float]:
+    """How far compiled steps are from eager ones."""
+
+    def model_of() -> nn.Module:
+        torch.manual_seed(0)
+        last = [nn.Linear(WIDTH, 1)] if not rate else [nn.Sequential(nn.Linear(WIDTH, 1), nn.Dropout(rate))]
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), *last).double()
+
+    mesh, found = fsdp.local_mesh(), {}
+    x, drawn = (numbers(3, WIDTH, seed=seed) for seed in (mesh.get_rank(), 0))  # outside of the step
+    for name in losses:
+        after: list[Tree] = []
+        for compiles in (False, True):
+            params, model = fsdp.functionalize(model_of())
+            state = fsdp.shard(params, fsdp.Spec(mesh, units=["0", "2"]), fsdp.sgd(lr=1.0))
+            step = steps_of(way, model.train(), INSIDE[name])
+            if compiles:
+                whole = partial(torch.compile, fullgraph=True) if compiler == "torch.compile" else T.compile
+                step = whole(step, backend="aot_eager")
+            with mock.patch.object(sys.modules[__name__], "numbers", return_value=drawn):
+                for _ in range(2):
+                    state, value = step(state, x)
+            after.append({**fsdp.full_params(state), "loss": value})
+        found[name] = max(float((a - after[1][path]).detach().abs().max()) for path, a in after[0].items())
     return found
 
 
-def test_transforms_where_a_graph_is_made() -> None:
-    found = launch(in_graphs, nprocs=1, simulate=True)[0]
-    for said in found["third"]:
-        assert "driven model where a graph is made of the step. Run this step eagerly" in said
-        assert f"as far as the compiler of torch {torch.__version__} knows them" in said
+@pytest.mark.parametrize(("way", "compiler", "losses", "rate", "nprocs"), [
+    ("first", "torch.compile", ["three of them"], 0.0, 1), ("second", "T.compile", ["three of them"], 0.0, 1),
+    ("third", "T.compile", [*INSIDE], 0.0, 1), ("third", "T.compile", ["grad", "vmap", "jacrev"], 0.5, 1),
+    *(pytest.param(*row, marks=pytest.mark.large) for row in [
+        ("first", "T.compile", ["three of them"], 0.0, 2), ("second", "torch.compile", ["three of them"], 0.0, 2),
+        ("third", "T.compile", [*INSIDE], 0.0, 2),
+    ]),
+])  # fmt: skip
+def test_transforms_in_compiled_steps(way: str, compiler: str, losses: list[str], rate: float, nprocs: int) -> None:
+    for found in launch(compiled, (way, compiler, losses, rate), nprocs=nprocs, simulate=nprocs == 1):
+        assert len(found) == len(losses)
+        assert max(found.values()) < 1e-12, found
+
+
+def gathered(loss: str) -> float:
+    """Bytes of gathered weights in a step's graph, at most, beside those of a unit."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)])
+    params, skeleton = fsdp.functionalize(model)
+    state = fsdp.abstract_state(params, fsdp.Spec({"data": 4}), fsdp.sgd(lr=0.1))
+    memory = fsdp.lower(steps_of("third", skeleton, INSIDE[loss]), state, torch.empty(2, 64)).memory_analysis()
+    return memory.gathered / (4 * max(sum(b.numel for b in unit.buckets) for unit in state.layout.units))
+
+
+def test_graphs_gather_a_unit_anew_for_each_inner_backward() -> None:
+    for loss in ("grad", "jvp", "grad of grad"):
+        assert gathered(loss) <= 2
+
+
+def not_compiled() -> dict[str, str]:
+    x, found = numbers(3, WIDTH, seed=1), {}
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)).double()
+    state, model = start(net, units=["0", "1", "2"])
+    for name in ("jvp", "hessian"):
+        step = T.compile(steps_of("third", model, INSIDE[name]), "aot_eager")
+        found[name] = raised(lambda: step(state, x))  # noqa: B023
+        assert grad(lambda x: jvp(torch.sin, (x,), (x,))[1].sum())(x).isfinite().all()
+    state, _ = steps_of("third", model, INSIDE["jvp"])(state, x)  # the state goes on
+    with pytest.raises(RuntimeError) as caught:
+        torch.compile(T.forward_backward(model, INSIDE["grad"]), fullgraph=True, backend="aot_eager")(state, x)
+    return found | {"dynamo": str(caught.value)}
+
+
+def test_what_cannot_be_compiled_says_so_and_leaves_torch_as_it_was() -> None:
+    found = launch(not_compiled, nprocs=1, simulate=True)[0]
+    for name in ("jvp", "hessian"):
+        assert f"compile: torch {torch.__version__} cannot trace a forward-mode derivative" in found[name]
     assert "forward_backward drives the schedule from Python" in found["dynamo"]
-    assert found["first"] < 1e-12
 
 
 def without_a_rule() -> str:

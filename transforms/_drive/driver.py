@@ -245,9 +245,6 @@ class Driver:
         if tool:
             refuse("ScheduleError", traced_by(tool))
 
-    def refuse_levels(self) -> None:
-        """Levels of torch.func are fine inside."""
-
     def gather(self, units: tuple[str, ...], keep: Sequence[UnitCall], outside: Units | None = None) -> Units:
         """Have these units gathered, and give back all others but those of the unit calls in `keep`.
 

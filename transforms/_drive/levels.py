@@ -127,7 +127,6 @@ class Visit(UnitUse):
 def entered(unit_call: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a unit module's own code with its weights, inside levels. See `UnitCall.enter`, which does so without."""
     driver = unit_call.driver
-    driver.refuse_levels()
     slots = zip(unit_call.slots, unit_call.placeholders, strict=True)
     if any(held[name] is not placeholder for (held, name, _), placeholder in slots):
         raise ScheduleError(

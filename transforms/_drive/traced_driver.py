@@ -59,24 +59,13 @@ class TracedDriver(Driver):
     def refuse_tracer(self) -> None:
         """This tracer is the package's own."""
 
-    def refuse_levels(self) -> None:
-        """In a graph the backward's gathers are marks that no level's graph knows of."""
-        raise ScheduleError(
-            "a transform of torch's (torch.func.grad, jvp, vmap, ...; dual numbers) was called around units of a "
-            "driven model where a graph is made of the step. Run this step eagerly, without T.compile or lower; or "
-            "write it in the first way: unshard(state), torch.func, reduce. There torch.func.grad compiles, and jvp "
-            f"and vmap as far as the compiler of torch {torch.__version__} knows them."
-        )
-
     def regathered(self, call: UnitUse, grads: Gradients) -> Gradients:
         """Leave the mark: from here on this gather stands for the forward's."""
         assert call.unit_call is not None
         pairs = [(a, b) for a, b in zip(call.lent, self.tensors(call.unit_call.leaves), strict=True) if a.numel()]
-        at = next((i for i, grad in enumerate(grads) if grad is not None), None)
-        if pairs and at is not None:
+        if pairs:  # in the step's own graph, and of no use there: tracing keeps it, and the pass takes it out
             first, second = ([*map(torch.Tensor.detach, found)] for found in zip(*pairs, strict=True))
-            marked = torch.ops.functional_fsdp.again(grads[at], first, second)
-            return [marked if i == at else grad for i, grad in enumerate(grads)]
+            torch.ops.functional_fsdp.again(second[0], first, second)
         return grads
 
     def note(self, path: str, copied: torch.Tensor) -> None:
