@@ -1,4 +1,5 @@
-"""Jvp through a driven GPT of 24 layers, by inputs and by weights: time and peak beside those of the whole tree.
+"""Jvp through a driven GPT of 24 layers, by inputs and by weights: time and peak beside those of the whole tree. Losses
+with derivatives in captured and in compiled steps.
 
 `pytest tests/gpu/test_derivatives.py -s` prints the figures.
 """
@@ -15,6 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from gpu.machine import own_gpus
+from ranks.test_derivatives import INSIDE, steps_of
 from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -160,3 +162,37 @@ def test_jvp_through_a_gpt() -> None:
         )
         assert time_ratio < 1.1, found
         assert peak_ratio < 1 / 3, found
+
+
+def of_three_layers(rate: float) -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Sequential(nn.Linear(32, 1), nn.Dropout(rate))).double()
+
+
+STEPS: dict[str, Callable[[Any], Any]] = {
+    "eager": lambda step: step,
+    "captured": lambda step: T.cuda_graph(step),
+    "compiled": lambda step: T.compile(step),
+    "both": lambda step: T.cuda_graph(T.compile(step)),
+}
+
+
+def in_graphs(name: str, how: str) -> tuple[list[float], int]:
+    """The losses of eight steps, and how many graphs there are after them."""
+    spec = fsdp.Spec(fsdp.local_mesh(), units=["0", "2"])
+    state, model = fsdp.init(lambda: of_three_layers(0.2 * (name != "hessian")), spec, fsdp.sgd(lr=0.1), seed=0)
+    step, losses = STEPS[how](steps_of("third", model.train(), INSIDE[name])), []
+    for k in range(8):
+        generator = torch.Generator().manual_seed(100 * k + fsdp.extend.ranks_of(state).index)
+        x = torch.randn(3, 32, generator=generator, dtype=torch.float64)
+        state, loss = step(state, x.to(state.count.device))
+        losses.append(float(loss))
+    return losses, len(getattr(step, "graphs", ()))
+
+
+@pytest.mark.parametrize("name", ["grad", "jvp", "vmap", "hessian", "grad of grad"])
+def test_derivatives_in_captured_and_compiled_steps(name: str) -> None:
+    found = {how: launch(in_graphs, (name, how), nprocs=RANKS) for how in STEPS}
+    for rank, (eager, _) in enumerate(found["eager"]):
+        assert found["captured"][rank][0] == pytest.approx(eager, rel=1e-9)
+        assert found["both"][rank][0] == pytest.approx(found["compiled"][rank][0], rel=1e-9)
+        assert [found[how][rank][1] for how in ("captured", "both")] == [1, 1]
