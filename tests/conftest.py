@@ -11,6 +11,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import torch
 
 from functional_fsdp._common.device import forks_after_inductor
 from functional_fsdp._launch import server
@@ -71,6 +72,20 @@ def own_workers(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.path.parent.name != "gpu":
         stop_workers()
+
+
+@pytest.fixture(autouse=True)
+def same_dispatcher() -> Iterator[None]:
+    """A trace that fails may leave the thread's dispatcher changed: all that is compiled after it would be made anew in
+    each call."""
+    before = dispatcher()
+    yield
+    assert dispatcher() == before
+
+
+def dispatcher() -> tuple[str, str, int]:
+    sets = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return str(sets[0]), str(sets[1]), torch._C._len_torch_function_stack()
 
 
 FEW = 8  # tests: after forty, threads of groups take most of the time

@@ -224,7 +224,7 @@ def test_bits_are_those_of_bfloat16_gathers_that_are_cast_at_use() -> None:
 
 @pytest.mark.parametrize("preset", [pytest.param("hsdp", marks=pytest.mark.large), "hfsdp"])
 def test_bits_on_two_axes(preset: str) -> None:
-    for found in launch(two_axes, (preset,), nprocs=4):
+    for found in launch(two_axes, (preset,), nprocs=4, processes=True):
         assert differ(found) == []
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+from unittest import mock
 
 import functional_fsdp as fsdp
 
@@ -13,6 +15,28 @@ from .tables import FULL
 
 T = TypeVar("T")
 EACH = 12  # calls, of which one is made on processes
+
+
+_Patch: Any = mock._patch
+_enter, _leave = _Patch.__enter__, _Patch.__exit__
+
+
+def _entered(self: Any) -> Any:
+    result = _enter(self)
+    self._value_of_rank = getattr(self.target, self.attribute)
+    return result
+
+
+def _in_order(self: Any, *error: Any) -> Any:
+    """Leave a patch. Of ranks that take turns the last to leave would put back what another rank had put in place."""
+    now, mine = getattr(self.target, self.attribute), vars(self).get("_value_of_rank")
+    alone = not threading.current_thread().name.startswith("rank ") or now is mine
+    result = _leave(self, *error)
+    assert alone, f"ranks that take turns patch {self.attribute!r}, which they share: processes=True"
+    return result
+
+
+_Patch.__enter__, _Patch.__exit__ = _entered, _in_order
 
 
 def launch(
