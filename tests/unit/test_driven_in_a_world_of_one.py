@@ -24,10 +24,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from support.tables import marked
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp.transforms._drive import settings as driven_settings
+from functional_fsdp.transforms._drive.unit_uses import UnitUse
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 
@@ -771,6 +773,28 @@ def test_a_model_that_is_gone_is_not_kept_alive() -> None:
     gc.collect()
     assert gone() is None
     run(state, X)
+
+
+def test_units_that_are_called_again_in_the_backward_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    class Checkpointed(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = checkpoint(lambda x: self.a(x).tanh(), x, use_reentrant=False)
+            return self.b(x) * self.w
+
+    uses: list[weakref.ref[UnitUse]] = []
+    begin = UnitUse.__init__
+
+    def noted(self: UnitUse, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        uses.append(weakref.ref(self))
+
+    monkeypatch.setattr(UnitUse, "__init__", noted)
+    state, model = made(Checkpointed())
+    T.forward_backward(model, total)(state, X)
+    gc.collect()
+    assert len(uses) > 3  # two modules and a weight, and one module again
+    assert not [use for use in uses if use() is not None]
 
 
 # ---------------------------------------------------------------- buffers

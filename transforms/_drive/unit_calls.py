@@ -225,12 +225,11 @@ class UnitCall:
             self.form(use.tensors)
         self.use = use
         try:
-            out = self.run_with(use, function, args, kwargs)
+            return _out(self.run_with(use, function, args, kwargs), use)
         finally:
-            self.use = None
-        out = _out(out, use)
-        use.given = {}
-        return out
+            self.use, use.given = None, {}
+            if use.again:  # the driver does not know it, and its node and its weights hold each other
+                use.clear()
 
     def lend(self, use: UnitUse, keep: Sequence[UnitCall]) -> None:
         """Gather the weights for a use: they go through the step's graph, if they train and it is recorded. And note
