@@ -23,7 +23,7 @@ def any_nonfinite(state: State) -> tuple[State, torch.Tensor]:
     Raises:
         ScheduleError: the state has no gradients.
 
-    Collective: as `global_norm`.
+    Collective: as `global_norm`, and of equal leaves along axes of the model's own, too.
     """
     state = finish_reductions(state)
     counts: dict[tuple[str, ...], torch.Tensor] = {}

@@ -120,7 +120,8 @@ def stream_to(
         put: is called as `put(unit, {name: tensor})`, or `put(unit, part)` with `gather=False`, in the order of the
             plan. On a GPU the lane is then the current stream: copies that are enqueued there (`non_blocking`, to
             pinned memory; `apply_delta`) come in order, and the tensors may go when it returns. An error of its own is
-            raised when all units have gone by, so that peers do not wait.
+            raised when all units have gone by, so that peers do not wait. With `gather=False` it is called for units of
+            which this rank gives something: what several ranks hold the first one gives, as it does buffers.
         state, dtype, convert, rank: as for `stream`. With `gather=False` leaves that are packed are not taken, and no
             `rank`: each has its own.
 
@@ -501,6 +502,7 @@ def apply_delta(weights: Mapping[str, torch.Tensor], changed: WeightDelta) -> Ma
 
     Args:
         weights: {name: tensor} of whole leaves, contiguous, on any device, as `stream` gave them; they are changed.
+            Between a GPU and pinned memory the copies are enqueued on the current stream: wait for it before you read.
         changed: of one rank. All ranks' are put in place one after another.
 
     Returns:
