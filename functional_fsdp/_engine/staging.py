@@ -16,9 +16,9 @@ needs the room. How many reductions have staging at once (on GPUs their bytes ar
 | a transport keeps it, else                       | 2       | at the plan's addresses (`Reduction.address`)  |
 
 Another cast of gradients is made in two places: `StagedBucket.write` here, and `_flat` in `_graph/traced.py` (compiled
-steps). The first reduction of a step lands in the main
-gradients, which are allocated then; later ones are added, in their dtype. What was announced with
-`last_microbatch=False` may stay partial (see `Placement`); `complete` reduces the rest.
+steps). The first reduction of a step lands in the main gradients, which are allocated then; later ones are added, in
+their dtype. What was announced with `last_microbatch=False` may stay partial (see `Placement`); `complete` reduces the
+rest.
 
 What a reduction does on its lanes, from what is staged to where gradients end (`Staging._steps`; exact sums, those of
 the third line, are `_exact_sums`):
@@ -270,11 +270,11 @@ class Staging:
             stage.values, stage.age, stage.ready = values, 0, self.run.lanes.mark(stage.ready)
             first = stage.copied(self.run, slots, values)
         else:
-            staged = slots
+            written = slots
             if waits := stage.span is not None and len(self.busy) > 0:
-                staged = [slot.on(torch.empty_like(slot.whole)) for slot in slots]
-                first = _moved(staged, slots)
-            for slot in staged:
+                written = [slot.on(torch.empty_like(slot.whole)) for slot in slots]
+                first = _moved(written, slots)
+            for slot in written:
                 slot.write(values)
         stage.done = self._submit(jobs, ways, stage.ready, stage.done, waits, first)
         if self.plan.schedule.overlap_update:

@@ -40,7 +40,7 @@ def all_done(executor: Executor, state: Stored, backward: bool = True) -> None:
 
 
 def differ(executor: Executor, state: Stored, forward: Order, trained: tuple[str, ...]) -> None:
-    """The backward has begun: these were used, and gradients of these will come.
+    """Ranks tell each other which units their forwards used, and of which gradients will come. The backward has begun.
 
     Streams wait for each other unheard. Where ranks do different things, a gather may wait for compute, which waits
     for staging, and so for a peer's reduction; and the peer for the gather. So compute waits for no staging there.

@@ -45,7 +45,8 @@ class KnownOrder:
     """What is known of the order of use.
 
     Attributes:
-        open: whether ranks decide on it at the end of a step; what: it is, in words, for who waits for that.
+        open: whether ranks decide on the order at the end of a step.
+        what: the order's name in errors of ranks that wait for each other to decide.
     """
 
     open: ClassVar[bool] = False

@@ -241,7 +241,7 @@ class Gathered:
             gather(state, self.buckets[name], whole, lane)
 
     def allocate(self) -> None:
-        """Have the bytes, as before."""
+        """Give the storages their bytes back, if they were released."""
         for whole in self.whole.values():
             storage = whole.untyped_storage()
             if not storage.size():
