@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gpu.machine import RANKS
+from support.torch_optimizers import ByParameter
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, Spec, launch
@@ -80,32 +81,25 @@ def test_what_keeps_numbers_on_the_host_is_not_captured() -> None:
         launch(trained, ("Adagrad", "graph"), nprocs=RANKS)
 
 
-class ByNorm(torch.optim.Optimizer):
+class ByNorm(ByParameter):
     """As LAMB: moments, a Python count, and a norm of the leaf."""
 
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in [p for p in group["params"] if p.grad is not None]:
-                s = self.state[p]
-                if not s:
-                    s["mean"], s["square"], s["turns"] = torch.zeros_like(p), torch.zeros_like(p), 0
-                s["turns"] += 1
-                s["mean"].lerp_(p.grad, 0.1)
-                s["square"].lerp_(p.grad.square(), 0.01)
-                by = s["mean"] / (1 - 0.9 ** s["turns"]) / (s["square"].sqrt() + 1e-6)
-                p.sub_(by * (group["lr"] * p.norm() / by.norm()))
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        if not s:
+            s["mean"], s["square"], s["turns"] = torch.zeros_like(p), torch.zeros_like(p), 0
+        s["turns"] += 1
+        s["mean"].lerp_(g, 0.1)
+        s["square"].lerp_(g.square(), 0.01)
+        by = s["mean"] / (1 - 0.9 ** s["turns"]) / (s["square"].sqrt() + 1e-6)
+        p.sub_(by * (group["lr"] * p.norm() / by.norm()))
 
 
 def whole_leaves(by: str) -> float:
     """How far weights are from the class's own, at most; once begun, the host waits for nothing in a step."""
     mesh = fsdp.local_mesh()
     params = {path: torch.nn.Parameter(p) for path, p in tree(0).items()}
-    plain = ByNorm(params.values())
-    state = fsdp.shard(tree(0), Spec(mesh, units=["a", "b", "scale"]), fsdp.from_torch(ByNorm, by=by))
+    plain = ByNorm(params.values(), lr=0.01)
+    state = fsdp.shard(tree(0), Spec(mesh, units=["a", "b", "scale"]), fsdp.from_torch(ByNorm, lr=0.01, by=by))
     for i in range(STEPS):
         for path, grad in tree(i + 1).items():
             params[path].grad = grad

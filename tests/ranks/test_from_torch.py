@@ -15,6 +15,7 @@ from support.presets import PRESETS
 from support.problems import mesh_and_placement
 from support.ranks import launch
 from support.tables import FULL
+from support.torch_optimizers import ByParameter
 
 import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, Spec, SpecError, TreeError
@@ -302,29 +303,12 @@ def test_a_rate_that_changes_comes_as_a_number_where_a_tensor_does_not_do(monkey
         stepped(state, range(2, 3))
 
 
-class Patterns(torch.optim.Optimizer):
-    """The base of small classes, each with a habit of published ones that no piece of a leaf can follow."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.one(p, p.grad, self.state[p], group)
-
-    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
-        raise NotImplementedError
-
-
-class ByDims(Patterns):
+class ByDims(ByParameter):
     def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
         p.sub_(group["lr"] * (g - g.mean(dim=1, keepdim=True) if p.dim() == 2 else g))
 
 
-class BySize(Patterns):
+class BySize(ByParameter):
     def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
         if "m" not in s:
             s["m"] = torch.zeros_like(p) if p.numel() < 200 else torch.zeros_like(p, dtype=torch.float16)
@@ -332,7 +316,7 @@ class BySize(Patterns):
         p.sub_(group["lr"] * s["m"].to(p.dtype))
 
 
-class SlowCopy(Patterns):
+class SlowCopy(ByParameter):
     def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
         if not s:
             s["step"], s["slow"] = 0, torch.empty_like(p)
@@ -344,7 +328,7 @@ class SlowCopy(Patterns):
             p.copy_(s["slow"])
 
 
-class Nested(Patterns):
+class Nested(ByParameter):
     def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
         inner = s.setdefault(0, {"none": None})
         if "m" not in inner:
@@ -354,18 +338,18 @@ class Nested(Patterns):
         p.sub_(group["lr"] * inner["m"] / (1 + inner["square"].sum()))
 
 
-class Rows(Patterns):
+class Rows(ByParameter):
     def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
         s["rows"] = s.get("rows", 0) + (g.square().mean(-1, keepdim=True) if g.dim() else g.square())
         p.sub_(group["lr"] * g / (1 + s["rows"]).sqrt())
 
 
-class ReadsValues(Patterns):
+class ReadsValues(ByParameter):
     def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
         p.sub_(group["lr"] * g * min(1.0, 4.0 / float(g.abs().sum() + 1e-12)))
 
 
-class TurnsLate(Patterns):
+class TurnsLate(ByParameter):
     """Normalized from the thousandth step on."""
 
     def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
@@ -373,7 +357,7 @@ class TurnsLate(Patterns):
         p.sub_(group["lr"] * (g / g.norm() if s["step"] >= 1000 else g))
 
 
-class Inner(Patterns):
+class Inner(ByParameter):
     """As heavyball's SOAP: a count in a dict of the instance, by which it does something in each third step."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
@@ -485,26 +469,19 @@ def rooted() -> list[int]:
     return [one.owner for one in owners.owned]
 
 
-class Factors(torch.optim.Optimizer):
+class Factors(ByParameter):
     """As LAMB, with a count of each kind, and a number for each row of a matrix."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                s = self.state[p]
-                if not s:
-                    s |= {"mean": torch.zeros_like(p), "square": torch.zeros_like(p), "rows": p.new_zeros(len(p))}
-                    s |= {"step": torch.tensor(0.0), "turns": 0}
-                s["step"] += 1
-                s["turns"] += 1
-                s["mean"].lerp_(p.grad, 0.1)
-                s["square"].lerp_(p.grad.square(), 0.01)
-                s["rows"].lerp_(p.grad.reshape(len(p), -1).norm(dim=1), 0.1)
-                p.sub_(s["mean"] / (1 + s["square"].sqrt()) * (0.1 * p.norm() / s["rows"].norm()))
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        if not s:
+            s |= {"mean": torch.zeros_like(p), "square": torch.zeros_like(p), "rows": p.new_zeros(len(p))}
+            s |= {"step": torch.tensor(0.0), "turns": 0}
+        s["step"] += 1
+        s["turns"] += 1
+        s["mean"].lerp_(g, 0.1)
+        s["square"].lerp_(g.square(), 0.01)
+        s["rows"].lerp_(g.reshape(len(p), -1).norm(dim=1), 0.1)
+        p.sub_(s["mean"] / (1 + s["square"].sqrt()) * (0.1 * p.norm() / s["rows"].norm()))
 
 
 ISSUED: dict[int, list[Collective]] = {}  # by rank
@@ -628,7 +605,7 @@ def test_a_class_that_couples_leaves_is_refused(cls: type, by: Any) -> None:
         fsdp.from_torch(cls, by=by)
 
 
-class Grows(Patterns):
+class Grows(ByParameter):
     """The same, for leaves some of which have no gradient."""
 
     @torch.no_grad()
@@ -640,7 +617,7 @@ class Grows(Patterns):
                 p.sub_(group["d"] * p.grad)
 
 
-class Waits(Patterns):
+class Waits(ByParameter):
     """As heavyball's: no leaf takes a step before the one that came last has had some."""
 
     @torch.no_grad()
@@ -714,7 +691,7 @@ def test_all_leaves_together_say_what_they_hold() -> None:
         fsdp.from_torch(Grows, by="all", lr={"bias": 0.1, "default": 0.2})
 
 
-class TurnsLater(Patterns):
+class TurnsLater(ByParameter):
     """Its sign from the thirtieth step on, and normalized in the fortieth."""
 
     def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
@@ -740,7 +717,7 @@ def test_each_real_step_is_one_that_was_proved() -> None:
     assert same(fsdp.full_params(state), before)
 
 
-class ReadsItsCount(Patterns):
+class ReadsItsCount(ByParameter):
     """Normalized in the fortieth step, which a tensor counts."""
 
     def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
@@ -771,7 +748,7 @@ def test_what_python_cannot_see_is_checked_now_and_then() -> None:
         stepped(state, range(39, 40))
 
 
-class TakesTheRoot(Patterns):
+class TakesTheRoot(ByParameter):
     """Its count leaves torch's arithmetic, so that nobody knows what it decides."""
 
     def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
@@ -833,7 +810,7 @@ def test_a_class_that_draws_random_numbers_is_refused() -> None:
         fsdp.from_torch(Random)
 
 
-class Hidden(Patterns):
+class Hidden(ByParameter):
     """Keeps a list of its own for matrices, which it takes in float32 only."""
 
     def one(self, p: Any, g: Any, s: Any, group: Any) -> None:

@@ -16,6 +16,7 @@ from support.presets import ranks_of
 from support.problems import mesh_and_placement
 from support.ranks import launch
 from support.tables import FULL, marked
+from support.torch_optimizers import ByParameter
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, Spec, extend
@@ -55,28 +56,21 @@ def of_ones_own() -> Any:
     return fsdp.Optimizer(lambda main: pytree.tree_map(torch.zeros_like, main), update)
 
 
-class Rooted(torch.optim.Optimizer):
+class Rooted(ByParameter):
     """As LAMB and Shampoo: moments, a square for each row of a matrix, counts of both kinds; as long as the weights."""
 
-    def __init__(self, params: Any, lr: float = LR) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in [p for p in group["params"] if p.grad is not None]:
-                g, s = p.grad, self.state[p]
-                if not s:
-                    s |= {"mean": torch.zeros_like(p), "step": torch.tensor(0.0), "turns": 0}
-                    s |= {"square": p.new_zeros(len(p), len(p))} if p.ndim == 2 else {}
-                s["step"] += 1
-                s["turns"] += 1
-                s["mean"].lerp_(g, 0.1)
-                by = s["mean"] / (1 - 0.9 ** s["turns"])
-                if p.ndim == 2:
-                    s["square"] = 0.9 * s["square"] + g @ g.T  # a tensor of its own, not in place
-                    by = by - 0.01 * s["square"] @ by
-                p.sub_(by * (group["lr"] * p.norm() / (by.norm() + s["step"])))
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        if not s:
+            s |= {"mean": torch.zeros_like(p), "step": torch.tensor(0.0), "turns": 0}
+            s |= {"square": p.new_zeros(len(p), len(p))} if p.ndim == 2 else {}
+        s["step"] += 1
+        s["turns"] += 1
+        s["mean"].lerp_(g, 0.1)
+        by = s["mean"] / (1 - 0.9 ** s["turns"])
+        if p.ndim == 2:
+            s["square"] = 0.9 * s["square"] + g @ g.T  # a tensor of its own, not in place
+            by = by - 0.01 * s["square"] @ by
+        p.sub_(by * (group["lr"] * p.norm() / (by.norm() + s["step"])))
 
 
 Torchs = Callable[..., torch.optim.Optimizer]
@@ -87,7 +81,7 @@ ONES: dict[str, tuple[Callable[[], Any], Torchs]] = {
     ),
     "adamw": (lambda: fsdp.adamw(lr=LR), lambda ps: torch.optim.AdamW(ps, lr=LR)),
     "nadam": (lambda: fsdp.from_torch(torch.optim.NAdam, lr=LR), lambda ps: torch.optim.NAdam(ps, lr=LR)),
-    "rooted": (lambda: fsdp.from_torch(Rooted), Rooted),
+    "rooted": (lambda: fsdp.from_torch(Rooted, lr=LR), lambda ps: Rooted(ps, lr=LR)),
     "pair": (lambda: fsdp.from_updates(Momentum()), lambda ps: torch.optim.SGD(ps, lr=LR, momentum=0.9)),
     "own": (of_ones_own, lambda ps: torch.optim.SGD(ps, lr=LR, momentum=0.9)),
     "sgd": (lambda: fsdp.sgd(lr=LR, momentum=0.9), lambda ps: torch.optim.SGD(ps, lr=LR, momentum=0.9)),

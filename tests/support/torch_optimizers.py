@@ -8,7 +8,7 @@ import torch
 
 
 class ByParameter(torch.optim.Optimizer):
-    """Changes each parameter by itself, as a subclass says."""
+    """Changes each parameter that has a gradient by itself, as a subclass says."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -17,7 +17,9 @@ class ByParameter(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                self.change(p, group["lr"])
+                if p.grad is not None:
+                    self.one(p, p.grad, self.state[p], group)
 
-    def change(self, p: torch.Tensor, lr: float) -> None:
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        """p: the parameter. g: its gradient. s: what is kept of it."""
         raise NotImplementedError

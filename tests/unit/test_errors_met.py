@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn as nn
+from support.torch_optimizers import ByParameter
 
 import functional_fsdp as fsdp
 import functional_fsdp.transforms as T
@@ -180,18 +181,12 @@ def odd(keeps: Callable[[Any, Any], Any], fails: bool = False) -> Any:
     """A step of a class that keeps something of its own of each leaf, by whole leaves."""
     failing = [False]
 
-    class Odd(torch.optim.Optimizer):
-        def __init__(self, params: Any, lr: float = 0.1) -> None:
-            super().__init__(params, {"lr": lr})
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for p in self.param_groups[0]["params"]:
-                if p.grad is not None:
-                    if failing[0]:
-                        raise RuntimeError("on purpose")
-                    keeps(self.state[p], p)
-                    p.add_(p.grad / (p.grad.norm() + 1), alpha=-0.1)
+    class Odd(ByParameter):
+        def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+            if failing[0]:
+                raise RuntimeError("on purpose")
+            keeps(s, p)
+            p.add_(g / (g.norm() + 1), alpha=-0.1)
 
     spec = fsdp.Spec(fsdp.local_mesh())
     state = fsdp.shard({"w": torch.ones(4, 4)}, spec, fsdp.from_torch(Odd, by="leaf"))

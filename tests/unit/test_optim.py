@@ -823,8 +823,8 @@ def test_a_class_of_torch_that_writes_to_data_and_raises_leaves_a_state_that_say
     calls = [-1]  # after which it raises: those of the step before this one, which is taken on two small leaves
 
     class ByData(ByParameter):
-        def change(self, p: torch.Tensor, lr: float) -> None:
-            p.data.add_(p.grad, alpha=-lr)  # type: ignore[arg-type]
+        def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+            p.data.add_(g, alpha=-group["lr"])
             calls[0] -= 1
             if calls[0] == 0:
                 raise ValueError("half-way")

@@ -95,17 +95,15 @@ class Counts(ByParameter):
 
     number = True
 
-    def change(self, p: torch.Tensor, lr: float) -> None:
-        assert p.grad is not None
-        kept = self.state[p]
-        if not kept:
-            kept["sq"] = torch.zeros_like(p)
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        if not s:
+            s["sq"] = torch.zeros_like(p)
             if self.number:
-                kept["step"] = torch.zeros(())
-        kept["sq"].add_(p.grad * p.grad)
+                s["step"] = torch.zeros(())
+        s["sq"].add_(g * g)
         if self.number:
-            kept["step"] += 1
-        p.add_(p.grad, alpha=-lr)
+            s["step"] += 1
+        p.add_(g, alpha=-group["lr"])
 
 
 class CountsNothing(Counts):
