@@ -363,13 +363,7 @@ def _which(
     return [*found.items()]
 
 
-_which_of = lru_cache(maxsize=65536)(_which)
-
-
-@traced_as(_which)
-def _taking(*args: Any) -> list[tuple[str, list[int]]]:
-    """The same, found once."""
-    return _which_of(*args)
+_taking = traced_as(_which)(lru_cache(maxsize=65536)(_which))  # the same, found once
 
 
 def _views(buffer: FlatBuffer) -> Sequence[torch.Tensor]:

@@ -23,7 +23,7 @@ from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer
 from .probe import hand_over, name_of
 from .prove import numbers_like
-from .whole import Form, Job, Kept, Trees, WholeLeaves
+from .whole import Form, Job, LeafStates, Trees, WholeLeaves
 
 __all__ = ["AllLeaves"]
 
@@ -105,7 +105,7 @@ class AllLeaves(WholeLeaves):
         if not main or self._skipped(skip, main):
             return main, opt
         whole = {id(b): _whole(b, sender) for tree in (main, grads, *opt.values()) for b in tree.values()}
-        kept, jobs = Kept(opt, whole), list[Job]()
+        kept, jobs = LeafStates(opt, whole), list[Job]()
         for name, buffer in main.items():
             for i, leaf in enumerate(buffer.bucket.leaves):
                 if leaf.numel:

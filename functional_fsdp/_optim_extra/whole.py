@@ -38,7 +38,7 @@ from .owners import Given, Homes, Moves, Owners, Part, back, cut, find_owners, h
 from .probe import hand_over, made, name_of
 from .prove import Work, beside, numbers_like, same
 
-__all__ = ["Job", "Kept", "WholeLeaves", "first_of"]
+__all__ = ["Job", "LeafStates", "WholeLeaves", "first_of"]
 
 Trees = dict[str, Tree]
 FORM = "form"
@@ -94,7 +94,7 @@ class Job(NamedTuple):
     numbers: dict[str, float]
 
 
-class Kept:
+class LeafStates:
     """What a State keeps, on this rank: of each leaf, by its path, tensors and numbers."""
 
     def __init__(self, opt: Trees, whole: Mapping[int, torch.Tensor] | None = None) -> None:
@@ -130,15 +130,15 @@ class Kept:
                 there = torch.tensor(new[own], dtype=local.dtype, device="cpu", pin_memory=not lies_on_host(local))
                 local.copy_(there, non_blocking=True)
             if not local.is_inference():
-                HOST[local] = local._version, new
+                NUMBERS[local] = local._version, new
 
 
-HOST = WeakTensorKeyDictionary()  # numbers of a State that this process read or wrote, with the version of the tensor
+NUMBERS = WeakTensorKeyDictionary()  # of States, that this process read or wrote, with the version of the tensor
 
 
 def _on_host(local: torch.Tensor, flat: torch.Tensor) -> list[float]:
     """The numbers in a tensor, of which `local` is this rank's part. The host waits for those that it does not know."""
-    known: tuple[int, list[float]] | None = None if local.is_inference() else HOST.get(local)
+    known: tuple[int, list[float]] | None = None if local.is_inference() else NUMBERS.get(local)
     if known is not None and known[0] == local._version and len(known[1]) == len(flat):
         return known[1]
     return flat.tolist()
@@ -323,7 +323,7 @@ class WholeLeaves(UpdatesSome):
     ) -> tuple[Form, list[Any]]:
         """What an instance keeps of a leaf, and beside (`now`)."""
         now = beside(optimizer) if now is None else now
-        changed = frozenset(k for k, v in now.items() if k not in fresh or not same(fresh[k], v))
+        changed = _changed(fresh, now)
         known = self._moving.get(label, frozenset())
         if learn:
             known = self._moving[label] = known | changed
@@ -527,7 +527,7 @@ class WholeLeaves(UpdatesSome):
         else:
             lacks = set()
         lacking: Given = tuple([(name, tuple(some)) for name, some in given.items()])
-        kept = Kept(opt)
+        kept = LeafStates(opt)
         torch.autograd.graph.increment_version([one.local for one in kept.tensors])  # who writes to `.data` does not
         for owners in plan.owners:
             mine = {bucket.name for bucket in owners.buckets}
@@ -545,8 +545,8 @@ class WholeLeaves(UpdatesSome):
         return skip is not None and bool(skip)
 
     def _update(
-        self, owners: Owners, moves: Moves, names: Sequence[str], lacks: set[tuple[str, int]], grads: Tree, kept: Kept,
-        main: Tree, count: torch.Tensor, sender: Sender,
+        self, owners: Owners, moves: Moves, names: Sequence[str], lacks: set[tuple[str, int]], grads: Tree,
+        kept: LeafStates, main: Tree, count: torch.Tensor, sender: Sender,
     ) -> None:  # fmt: skip
         which = [owners.owned[i] for members in moves.members for i in members]
         order = tuple([piece for _, _, slices in moves.stacks for piece in slices])
@@ -589,7 +589,7 @@ class WholeLeaves(UpdatesSome):
             self._stepped(label, optimizer, count, what)
         with torch.no_grad():
             now, pairs = beside(optimizer), list[tuple[torch.Tensor, torch.Tensor]]()
-            moved = any(k not in fresh or not same(fresh[k], v) for k, v in now.items())
+            moved = bool(_changed(fresh, now))
             for job, param, before, mine in zip(jobs, params, held, own, strict=True):
                 values = None if moved or before is None else _as_before(optimizer, param, *before)
                 if values is None or before is None:
@@ -647,6 +647,11 @@ class WholeLeaves(UpdatesSome):
         if row.shape != slot.shape:
             row = row.view(-1)[: math.prod(slot.shape)].view(slot.shape)
         return row if row.dtype is slot.dtype else row.to(slot.dtype)
+
+
+def _changed(fresh: Any, now: Any) -> frozenset[str]:
+    """What an instance has beside the state of parameters that is not as it was when it was made."""
+    return frozenset(name for name, value in now.items() if name not in fresh or not same(fresh[name], value))
 
 
 def _as_before(optimizer: Any, param: torch.Tensor, form: Form, before: Sequence[Any]) -> Sequence[Any] | None:
