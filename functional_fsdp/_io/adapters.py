@@ -239,7 +239,7 @@ def _merges(what: str, state: State, config: Any, adapter: str) -> dict[str, Mer
             f"{what}(config={config!r}): it says no lora_alpha, by which the product is scaled. Give the adapter's "
             "config, as model.peft_config['default'], or a mapping."
         )
-    at = {leaf.path: leaf for bucket in state.layout.buckets.values() for leaf in bucket.leaves}
+    at = state.layout.leaves
     home = dict(zip(state.layout.paths, state.layout.source, strict=True))
     modules: dict[str, dict[str, str]] = {}
     for path in home:

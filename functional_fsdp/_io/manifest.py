@@ -245,7 +245,7 @@ ALLOWED = ("average", "optimizer", "replicas")
 
 def about_of(state: State) -> dict[str, Any]:
     """What `layout.json` says of a state beside its tensors."""
-    at = {leaf.path: leaf for bucket in state.layout.buckets.values() for leaf in bucket.leaves}
+    at = state.layout.leaves
     leaves = {
         info.path: {
             "shape": list(info.shape),

@@ -233,8 +233,7 @@ def _own_parts(
 ) -> Iterator[tuple[str, WeightDelta]]:
     """This rank's part of each unit, and of the buffers, copied."""
     cuts, steps = _FileRuns(state, convert), (state.steps, state.steps)
-    unit_of = {path: unit.name for unit in state.layout.units for path in unit.paths}
-    for unit, own in groupby(_own(state, dtype), lambda one: unit_of.get(one[0], "")):
+    for unit, own in groupby(_own(state, dtype), lambda one: state.layout.unit_of.get(one[0], "")):
         for path, first, local, kind in own:
             cuts.add(path, first, local.detach().to(kind), [(0, len(local))])
         yield unit, cuts.taken(steps)
@@ -245,7 +244,7 @@ class _FileRuns:
 
     def __init__(self, state: State, convert: Conversions | None) -> None:
         held = {path: tuple(t.shape) for path, t in zip(*flatten(state.buffers)[:2], strict=True)}
-        leaves = {leaf.path: leaf for bucket in state.layout.buckets.values() for leaf in bucket.leaves}
+        leaves = state.layout.leaves
         at, self.cuts = runtime_of(state.spec.mesh).coordinate, {**checked(convert, (*state.layout.paths, *held))}
         for path, leaf in leaves.items():
             if leaf.cuts:

@@ -133,15 +133,25 @@ class Layout:
         return {name: bucket for name, bucket in self.buckets.items() if bucket.trainable}
 
     @cached_property
+    def leaves(self) -> dict[str, Leaf]:
+        """By path."""
+        return {leaf.path: leaf for bucket in self.buckets.values() for leaf in bucket.leaves}
+
+    @cached_property
+    def unit_of(self) -> dict[str, str]:
+        """The unit of each of `leaves`."""
+        return {path: unit.name for unit in self.units for path in unit.paths}
+
+    @cached_property
     def hash(self) -> str:
         """A fingerprint (16 hex digits) of everything that decides which bytes lie where."""
         said: tuple[Any, ...] = (self.paths, self.source, self.units)
-        forms = [(leaf.path, leaf.form) for b in self.buckets.values() for leaf in b.leaves if leaf.form is not None]
+        forms = [(leaf.path, leaf.form) for leaf in self.leaves.values() if leaf.form is not None]
         wires = [_wire(name, b) for name, b in self.buckets.items() if b.codec is not None]
         said += (forms, wires) if forms or wires else ()
         gathers = [(name, b.gather_codec) for name, b in self.buckets.items() if b.gather_codec is not None]
         said += (gathers,) if gathers else ()
-        cuts = [(leaf.path, leaf.cuts) for b in self.buckets.values() for leaf in b.leaves if leaf.cuts]
+        cuts = [(leaf.path, leaf.cuts) for leaf in self.leaves.values() if leaf.cuts]
         own = [(name, b.cut, b.equal, b.summed) for name, b in self.buckets.items() if b.cut or b.equal or b.summed]
         said += (cuts, own) if cuts or own else ()
         return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
@@ -160,7 +170,7 @@ class Layout:
     def padding(self) -> float:
         """The share of elements that are padding: 0.001 is 0.1 %."""
         total = sum(b.numel for b in self.buckets.values())
-        return 1 - sum(leaf.numel for b in self.buckets.values() for leaf in b.leaves) / max(total, 1)
+        return 1 - sum(leaf.numel for leaf in self.leaves.values()) / max(total, 1)
 
     def __repr__(self) -> str:
         return _layout_table(self)

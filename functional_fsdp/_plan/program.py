@@ -249,13 +249,12 @@ def names_of(call: str | tuple[str, ...]) -> tuple[str, ...]:
 
 def _default(layout: Layout) -> tuple[str, ...]:
     """All units forward, then backward. A tied unit is used again before the unit that comes after its further path."""
-    owner = {path: unit.name for unit in layout.units for path in unit.paths}
     forward: list[str] = []
     seen: set[str] = set()
     tied: dict[str, None] = {}  # used again before the next new unit
     for i in in_order_of_use(layout.paths):
         path, source = layout.paths[i], layout.source[i]
-        name = owner[source]
+        name = layout.unit_of[source]
         if path != source:
             if name not in (tied or forward[-1:]):
                 tied[name] = None

@@ -473,13 +473,11 @@ class Watch:
     def buffers(self, state: State, kind: str, tree: dict[str, FlatBuffer], suffix: str = "") -> None:
         """Leaves of buffers, of which this rank has a part."""
         for name, buffer in tree.items():
-            own = [] if name in state.layout.buckets else state.layout.buckets.values()  # of an optimizer's own
-            units = {leaf.path: one.unit for one in own for leaf in one.leaves}
             (along,) = shards(state, {name: buffer})
             for leaf, start, local in leaf_shards(buffer):
                 found = digest(local, start)
-                self.note(kind, units.get(leaf.path, buffer.bucket.unit), leaf.path + suffix, found, along, None,
-                          local.dtype)  # fmt: skip
+                unit = state.layout.unit_of[leaf.path]  # also where the bucket is an optimizer's own
+                self.note(kind, unit, leaf.path + suffix, found, along, None, local.dtype)
 
     def moments(self, state: State) -> None:
         """What the optimizer keeps of leaves."""
