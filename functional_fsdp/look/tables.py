@@ -12,10 +12,10 @@ from .._common.calls import provide
 from .._common.device import in_host_memory
 from .._common.torch_names import pytree
 from .._common.tree import bytes_text, table
-from .._host_memory.copy_lane import planned_transfer as _transfer_of
+from .._host_memory.copy_lane import planned_transfer
 from .._plan.cursor import Cursor
 from .._plan.layout import Bucket, Layout
-from .._plan.plan import Plan
+from .._plan.plan import Plan, PlannedUnit
 from .._spec.settings import opaque_settings
 from .._spec.spec import Spec
 from .._state.state import State
@@ -65,14 +65,10 @@ def _kept_in_host_memory(spec: Spec, whole: bool) -> str:
 
 def layout_table(layout: Layout) -> str:
     """Each bucket: elements, placement, dtypes and bytes; how many units, and what lies in the host's memory."""
-
-    def short(dtype: torch.dtype) -> str:
-        return str(dtype).removeprefix("torch.")
-
     rows = []
     for unit in layout.units:
         for bucket in unit.buckets:
-            dtypes = dict.fromkeys(map(short, (bucket.main, bucket.compute, bucket.gather, bucket.grads)))
+            dtypes = dict.fromkeys(map(_short, (bucket.main, bucket.compute, bucket.gather, bucket.grads)))
             size = sum(leaf.numel for leaf in bucket.leaves)
             sizes = (bytes_text(bucket.nbytes(kind)) for kind in ("main", "weights"))
             grads = bytes_text(bucket.nbytes("grads")) if bucket.trainable else "frozen"
@@ -82,6 +78,10 @@ def layout_table(layout: Layout) -> str:
     sizes_of = ("main/rank", "weights/rank", "grads/rank")
     header = ("bucket", "leaves", "elements", "pad", "placement", "dtypes", *sizes_of)
     return table(header, rows) + _said_of_units(layout) + _said_in_host_memory(layout)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _said_of_units(layout: Layout) -> str:
@@ -115,10 +115,8 @@ def plan_table(plan: Plan) -> str:
     reduces = Counter(reduction.unit for reduction in plan.reductions)
     rows = []
     for unit in plan.units:
-        lives = ", ".join(f"{a}–{b}" if a < b else str(a) for a, b in unit.lives)
-        place = (bytes_text(unit.nbytes), f"{unit.address:,}", lives) if unit.parts else ("resident", "-", "-")
         kept = "yes" if unit.kept else "-"
-        rows.append((unit.name, *place, unit.gathers or "-", kept, reduces.get(unit.name) or "-"))
+        rows.append((unit.name, *_place(unit, "resident"), unit.gathers or "-", kept, reduces.get(unit.name) or "-"))
     depth, held = plan.schedule.prefetch, sum(unit.nbytes for unit in plan.units if unit.kept)
     ways = Counter(way for _, way in plan.activations)
     return "\n".join(
@@ -137,14 +135,18 @@ def plan_table(plan: Plan) -> str:
     )
 
 
+def _place(unit: PlannedUnit, resident: str) -> tuple[str, str, str]:
+    """Its bytes, its address, and in which uses it is gathered; of a unit that lies on every rank, `resident`."""
+    lives = ", ".join(f"{a}–{b}" if a < b else str(a) for a, b in unit.lives)
+    return (bytes_text(unit.nbytes), f"{unit.address:,}", lives) if unit.parts else (resident, "-", "-")
+
+
 def cursor_table(cursor: Cursor) -> str:
     """Each unit of the plan, where it lies, and what it is now; and how far the step has come."""
     plan, count = cursor.plan, len(cursor.plan.uses)
     rows = []
     for unit in plan.units:
-        lives = ", ".join(f"{a}–{b}" if a < b else str(a) for a, b in unit.lives)
-        place = (bytes_text(unit.nbytes), f"{unit.address:,}", lives) if unit.parts else ("-", "-", "-")
-        rows.append((unit.name, *place, unit.gathers or "-", cursor.status(unit.name)))
+        rows.append((unit.name, *_place(unit, "-"), unit.gathers or "-", cursor.status(unit.name)))
     where = "nothing is begun" if cursor.idle else (
         f"use {cursor.at} of {count} comes next"
         + (f" ({plan.uses[cursor.at].unit})" if cursor.at < count else " (the program is through)")
@@ -166,7 +168,7 @@ def state_table(state: State) -> str:
     hidden = opaque_settings(state.optimizer, "optimizer")
     more = f" and {len(hidden) - 2} more" if len(hidden) > 2 else ""
     unseen = f"\nranks cannot compare {', '.join(hidden[:2])}{more}" if hidden else ""
-    moves = f"\n{_transfer_of(state)!r}; see host_transfer(state)" if state.layout.host_nbytes("main") else ""
+    moves = f"\n{planned_transfer(state)!r}; see host_transfer(state)" if state.layout.host_nbytes("main") else ""
     return f"{what}, mesh {axes}, step {state._steps}, {state._status()}\n{summary(trees)}{moves}{unseen}"
 
 
@@ -175,7 +177,7 @@ def summary(trees: Mapping[str, Any]) -> str:
     rows: list[tuple[Any, ...]] = []
     for name, tree in trees.items():
         tensors = [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
-        dtypes = "/".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
+        dtypes = "/".join(dict.fromkeys(_short(t.dtype) for t in tensors))
         nodes = pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, FlatBuffer))
         buffer = next((node for node in nodes if isinstance(node, FlatBuffer)), None)
         states = ", ".join(f"{axis}: {s}" for axis, s in buffer.states) if buffer else ""
