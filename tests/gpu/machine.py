@@ -5,6 +5,7 @@ order; not how fast, nor what needs NVLink."""
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -45,3 +46,15 @@ def deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """RuntimeError where torch would let the host wait for the device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: this mode is a prototype, which may miss some
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -178,6 +179,7 @@ STEPS: dict[str, Callable[[Any], Any]] = {
 
 def in_graphs(name: str, how: str) -> tuple[list[float], int]:
     """The losses of eight steps, and how many graphs there are after them."""
+    warnings.filterwarnings("ignore", "`torch._prims_common.check` is deprecated")  # Inductor itself calls it, in 2.11
     spec = fsdp.Spec(fsdp.local_mesh(), units=["0", "2"])
     state, model = fsdp.init(lambda: of_three_layers(0.2 * (name != "hessian")), spec, fsdp.sgd(lr=0.1), seed=0)
     step, losses = STEPS[how](steps_of("third", model.train(), INSIDE[name])), []

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from gpu.layers import Layer
-from gpu.machine import CUBLAS, deterministic, own_gpus
-from gpu.test_overlap import Bits, Chain, differs, no_synchronisation, train_step
+from gpu.machine import CUBLAS, deterministic, no_synchronisation, own_gpus
+from gpu.test_overlap import Bits, Chain, differs, train_step
 from gpu.traces import hidden, recorded, waits
 from support.modelled import Seen, driven, plain
 from support.models import CASES, own_loss

@@ -64,7 +64,7 @@ def launched(**settings: Any) -> fsdp.Prints:
 
 
 @pytest.fixture(scope="module")
-def plain(_workers: None) -> fsdp.Prints:
+def plain(exact_workers: None) -> fsdp.Prints:
     return launched()
 
 

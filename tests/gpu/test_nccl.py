@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 from gpu.layers import Layer
+from gpu.machine import no_synchronisation
 from support.initialised import initialised
 from support.presets import PRESETS
 from support.problems import LOOPS, largest, mesh_and_placement, reference, sharded
@@ -162,14 +162,9 @@ def quiet() -> bool:
     state, model = fsdp.init(Stack, spec, fsdp.adamw(lr=schedule))
     x = torch.randn(4, 128, WIDTH, device="cuda", dtype=torch.bfloat16)
     state = step_by_unit(state, model, x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch: this mode is a prototype, which may miss some
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         for _ in range(2):
             state = step_by_unit(state, model, x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     return True
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from gpu.layers import Layer
-from gpu.machine import RANKS, check_gpus, deterministic, need_ranks, own_gpus
+from gpu.machine import RANKS, check_gpus, deterministic, need_ranks, no_synchronisation, own_gpus
 from gpu.traces import Kernel, hidden, length, recorded, waits
 from support.problems import mesh_and_placement
 
@@ -55,18 +55,6 @@ def train_step(state: fsdp.State, model: Any, x: torch.Tensor, at: At = nothing)
         del dw, w
         at("backward", i)
     return fsdp.step(state), loss
-
-
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    """RuntimeError where torch would let the host wait for the device."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch: this mode is a prototype, which may miss some
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # ---------------------------------------------------------------- what runs where and when
@@ -153,7 +141,7 @@ def _streams(kernels: list[Kernel]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def zero3(_workers: None) -> list[dict[str, Any]]:
+def zero3(exact_workers: None) -> list[dict[str, Any]]:
     check_gpus(RANKS)
     return shown(launch(traced, ("zero3",), nprocs=RANKS))
 
