@@ -12,7 +12,7 @@ Each row is printed when it is measured, as a median of the rounds, with its rat
 | stream                 | seconds until all leaves lie in the other process's memory, ranks in turn by unit; |
 |                        | ratio: of both rows above to this one                                            |
 | peak of stream         | bytes on the device beyond what there was; ratio: to the largest unit in bfloat16 |
-| step                   | milliseconds of a training step                                                  |
+| step                   | milliseconds of a training step, of several in a row                             |
 | step, stream beside it | the same with `fsdp.stream_to` before it; ratio: to a step                       |
 | step, parts beside it  | the same with `gather=False`: each rank puts its own part there                  |
 | delta of a LoRA step   | bytes of all ranks' deltas; ratio: to the bytes of what trains                   |
@@ -47,6 +47,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 
 KIND = torch.bfloat16
+STEPS = 4  # in a row
 
 
 # ---------------------------------------------------------------- the other process
@@ -229,7 +230,7 @@ def beside_steps(
     found: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds + 1):
         for way in ways:
-            found[way].append(timed(cuda, lambda: step(way)))  # noqa: B023
+            found[way].append(timed(cuda, lambda: [step(way) for _ in range(STEPS)]) / STEPS)  # noqa: B023
     alone = statistics.median(found["step"])
     for way, took in found.items():
         say(way, f"{1e3 * statistics.median(took):.1f} ms", f"{statistics.median(took) / alone:.3f} of a step")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from .._plan.layout import Unit
 from .._plan.route import Replicated
 from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._storage.flat import leaf_shards, whole_leaves
+from .._storage.flat import FlatBuffer, leaf_shards, whole_leaves
 from .._storage.weights import stored_as, unpacked_leaves
 from .conversions import Conversions, checked, part_of
 from .pieces import Piece, blocks, pieces
@@ -231,12 +231,20 @@ def _gathered(state: State, unit: Unit, dtype: torch.dtype | None) -> Named:
 def _own_parts(
     state: State, dtype: torch.dtype | None, convert: Conversions | None
 ) -> Iterator[tuple[str, WeightDelta]]:
-    """This rank's part of each unit, and of the buffers, copied."""
+    """This rank's part of each unit, and of the buffers, copied: a bucket at once."""
     cuts, steps = _FileRuns(state, convert), (state.steps, state.steps)
-    for unit, own in groupby(_own(state, dtype), lambda one: state.layout.unit_of.get(one[0], "")):
-        for path, first, local, kind in own:
-            cuts.add(path, first, local.detach().to(kind), [(0, len(local))])
-        yield unit, cuts.taken(steps)
+    for unit in state.layout.units:
+        for buffer in filter(_gives, (state.main[bucket.name] for bucket in unit.buckets)):
+            copied = buffer.local.detach().to(_travels(buffer.local, dtype), copy=True)
+            for leaf, first, local in leaf_shards(FlatBuffer(copied, buffer.bucket, buffer.states, buffer.mesh)):
+                cuts.add(leaf.path, first, local, [(0, len(local))] if len(local) else [])
+            del copied, local
+        if cuts.runs:
+            yield unit.name, cuts.taken(steps, copied=True)
+    for path, held in _own_buffers(state):
+        cuts.add(path, 0, held.clone(), [(0, len(held))])
+    if cuts.runs:
+        yield "", cuts.taken(steps, copied=True)
 
 
 class _FileRuns:
@@ -254,22 +262,29 @@ class _FileRuns:
         self.values: dict[str, list[torch.Tensor]] = {}
 
     def add(self, path: str, first: int, part: torch.Tensor, spans: list[tuple[int, int]]) -> None:
-        """Elements [a, b) of a leaf's part, which begins with its element `first`; copied."""
-        cut = pieces(path, self.shapes[path], self.cuts.get(path, path)) if spans else []
-        for (a, b), piece in product(spans, cut):
+        """Elements [a, b) of a leaf's part, which begins with its element `first`; not copied."""
+        said = self.cuts.get(path, path)
+        if isinstance(said, str):  # the leaf as it is, under one name
+            for a, b in spans:
+                self._run(said, first + a, part[a:b])
+            return
+        for (a, b), piece in product(spans, pieces(path, self.shapes[path], said) if spans else []):
             for one in blocks(piece, first + a, first + b, most=b - a):
-                self.runs.setdefault(piece.name, []).append((one.file, one.numel))
-                self.values.setdefault(piece.name, []).append(one.of(part[a:b], first + a).reshape(-1).clone())
+                self._run(piece.name, one.file, one.of(part[a:b], first + a).reshape(-1))
 
-    def taken(self, steps: tuple[int, int]) -> WeightDelta:
-        """What was added since the last time."""
+    def _run(self, name: str, begin: int, values: torch.Tensor) -> None:
+        self.runs.setdefault(name, []).append((begin, len(values)))
+        self.values.setdefault(name, []).append(values)
+
+    def taken(self, steps: tuple[int, int], copied: bool) -> WeightDelta:
+        """What was added since the last time; `copied`: it may be kept as it is."""
         runs, values, self.runs, self.values = self.runs, self.values, {}, {}
         numbers = {name: torch.tensor(some, dtype=torch.int64, device="cpu") for name, some in runs.items()}
-        return WeightDelta(numbers, {name: _joined(some) for name, some in values.items()}, steps)
-
-
-def _joined(some: list[torch.Tensor]) -> torch.Tensor:
-    return some[0] if len(some) == 1 else torch.cat(some)
+        return WeightDelta(
+            numbers,
+            {name: some[0] if copied and len(some) == 1 else torch.cat(some) for name, some in values.items()},
+            steps,
+        )
 
 
 class _Parts:
@@ -354,7 +369,8 @@ class WeightDelta:
         return sum(t.nbytes for t in (*self.runs.values(), *self.values.values()))
 
     def __reduce__(self) -> Any:
-        bits = {name: (t.view(torch.uint8), t.dtype) for name, t in self.values.items()}  # float8 has no pickle
+        own = {name: t if t.nbytes == t.untyped_storage().nbytes() else t.clone() for name, t in self.values.items()}
+        bits = {name: (t.view(torch.uint8), t.dtype) for name, t in own.items()}  # float8 has no pickle
         return _unpickled, (self.runs, bits, self.steps)
 
     def __repr__(self) -> str:
@@ -394,21 +410,29 @@ def snapshot(state: State, *, dtype: torch.dtype | None = None) -> WeightSnapsho
 
 
 def _own(state: State, dtype: torch.dtype | None = None) -> Iterator[tuple[str, int, torch.Tensor, torch.dtype]]:
-    """This rank's part of each leaf, and buffers, as they are; of what several ranks hold the first has it. And the
-    dtype in which it goes."""
-    at = runtime_of(state.spec.mesh).coordinate
-    for bucket in (bucket for unit in state.layout.units for bucket in unit.buckets):
-        buffer = state.main[bucket.name]
-        alike = [axis for axis, placed in buffer.states if placed is Replicated]
-        if not any(at[axis] for axis in (*alike, *bucket.equal)):
-            for leaf, first, local in leaf_shards(buffer):
-                if local.numel():
-                    kind = dtype if dtype and local.dtype.is_floating_point else local.dtype
-                    yield leaf.path, first, local, kind
-    if not any(at.values()):
-        for path, held in zip(*flatten(state.buffers)[:2], strict=True):
-            if held.numel():
-                yield path, 0, held.reshape(-1), held.dtype
+    """This rank's part of each leaf, and buffers, as they are, and the dtype in which it goes."""
+    for buffer in filter(_gives, (state.main[bucket.name] for unit in state.layout.units for bucket in unit.buckets)):
+        kind = _travels(buffer.local, dtype)
+        yield from ((leaf.path, first, local, kind) for leaf, first, local in leaf_shards(buffer) if local.numel())
+    yield from ((path, 0, held, held.dtype) for path, held in _own_buffers(state))
+
+
+def _gives(buffer: FlatBuffer) -> bool:
+    """Whether this rank gives its part: of what several ranks hold the first does."""
+    at = runtime_of(buffer.mesh).coordinate
+    alike = [axis for axis, placed in buffer.states if placed is Replicated]
+    return not any(at[axis] for axis in (*alike, *buffer.bucket.equal))
+
+
+def _own_buffers(state: State) -> list[tuple[str, torch.Tensor]]:
+    """Buffers by path, flat, which the first rank gives."""
+    if any(runtime_of(state.spec.mesh).coordinate.values()):
+        return []
+    return [(path, t.reshape(-1)) for path, t in zip(*flatten(state.buffers)[:2], strict=True) if t.numel()]
+
+
+def _travels(part: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype and part.dtype.is_floating_point else part.dtype
 
 
 @partial(alone, at=1)
@@ -469,7 +493,7 @@ def delta(
         cuts.add(path, first, now, changed := _changed(before, now, block))
         if changed:
             moved.append((before, local))
-    found = cuts.taken((since.steps, state.steps))
+    found = cuts.taken((since.steps, state.steps), copied=False)
     _bring_up(since, moved, state.steps)
     return found
 
@@ -523,9 +547,10 @@ def apply_delta(weights: Mapping[str, torch.Tensor], changed: WeightDelta) -> Ma
             f"apply_delta: got a {type(weights).__name__} and a {type(changed).__name__}; expected {{name: tensor}}, "
             "and what delta gave."
         )
-    for name, runs in changed.runs.items():
+    spans = {name: runs.tolist() for name, runs in changed.runs.items()}
+    for name, runs in spans.items():
         one: Any = weights.get(name)
-        end = int((runs[:, 0] + runs[:, 1]).max())
+        end = max(first + n for first, n in runs)
         dense = isinstance(one, torch.Tensor) and not one.is_meta and one.is_contiguous()
         if not dense or one.dtype is not changed.values[name].dtype or one.numel() < end:
             met = type(one).__name__
@@ -536,9 +561,9 @@ def apply_delta(weights: Mapping[str, torch.Tensor], changed: WeightDelta) -> Ma
                 f"apply_delta: {name!r} is {met}; the delta has {changed.values[name].dtype} up to element {end}. Give "
                 "the leaves that stream gave, with its dtype and convert."
             )
-    for name, runs in changed.runs.items():
+    for name, runs in spans.items():
         flat, values, at = weights[name].view(-1), changed.values[name], 0
-        for first, n in runs.tolist():
+        for first, n in runs:
             flat[first : first + n].copy_(values[at : at + n], non_blocking=True)
             at += n
     return weights

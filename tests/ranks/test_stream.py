@@ -172,6 +172,10 @@ def test_parts_of_all_ranks_are_what_the_stream_gives(axes: Any, kind: str, dtyp
     assert all(torch.equal(got[name], leaf) for name, leaf in every.items())
     held = sum(values.numel() for _, given in said for part in given for values in part.values.values())
     assert held == sum(leaf.numel() for leaf in every.values())  # each element once
+    sent = [
+        values for _, given in said for part in given for values in pickle.loads(pickle.dumps(part)).values.values()
+    ]
+    assert all(values.untyped_storage().nbytes() == values.nbytes for values in sent)  # and not its neighbours
 
 
 def test_parts_are_each_ranks_own() -> None:
