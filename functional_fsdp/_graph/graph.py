@@ -258,12 +258,20 @@ def _trace(
         if begun is not None:
             begun.append(session)
         module = make_fx(flat, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
+    _materialize_zeros(module)
     if session.driven and session.counted:
         _refuse_count(verb, session.counted[0])
     plans = [version.lineage.graph_plan for version in versions]
     _record(module.graph, session.issued, {name for plan in plans if plan for name in plan.groups.values()})
     sizes = {axis: n for plan in plans[:1] if plan for axis, n in plan.sizes.items()}
     return Graph(module, which, out, given, versions, sizes, session)
+
+
+def _materialize_zeros(module: fx.GraphModule) -> None:
+    """Give tangents that are zero memory: forward-mode derivatives make tensors without, which Inductor's kernels read."""
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._efficientzerotensor.default):
+        node.target = torch.ops.aten.zeros.default
+    module.recompile()
 
 
 def _refuse_count(verb: str, line: str) -> None:

@@ -372,8 +372,10 @@ INSIDE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 INSIDE["three of them"] = lambda m, x: INSIDE["grad"](m, x) + INSIDE["jvp"](m, x) + INSIDE["vmap"](m, x)
 
 
-def steps_of(way: str, model: Any, loss: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-    forward_backward = T.forward_backward(model, loss)
+def steps_of(
+    way: str, model: Any, loss: Callable[[Any, torch.Tensor], torch.Tensor], **settings: Any
+) -> Callable[..., Any]:
+    forward_backward = T.forward_backward(model, loss, **settings)
 
     def first(state: fsdp.State, x: torch.Tensor) -> Any:
         state, params = fsdp.unshard(state)
@@ -438,6 +440,19 @@ def test_transforms_in_compiled_steps(way: str, compiler: str, losses: list[str]
     for found in launch(compiled, (way, compiler, losses, rate), nprocs=nprocs, simulate=nprocs == 1):
         assert len(found) == len(losses)
         assert max(found.values()) < 1e-12, found
+
+
+def without_memory(loss: str) -> list[str]:
+    """Tensors of a step's graph that have none, which Inductor's kernels would read."""
+    params, skeleton = fsdp.functionalize(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
+    state = fsdp.abstract_state(params, fsdp.Spec({"data": 2}), fsdp.sgd(lr=0.1))
+    graph = fsdp.lower(steps_of("third", skeleton, INSIDE[loss]), state, torch.empty(3, 8)).graph
+    return [str(node.target) for node in graph.graph.nodes if "zerotensor" in str(node.target)]
+
+
+@pytest.mark.parametrize("loss", ["jvp", "jacfwd", "hessian"])
+def test_zero_tangents_of_a_graph_have_memory(loss: str) -> None:
+    assert without_memory(loss) == []
 
 
 def gathered(loss: str) -> float:
