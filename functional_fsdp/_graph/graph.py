@@ -268,7 +268,7 @@ def _trace(
 
 
 def _materialize_zeros(module: fx.GraphModule) -> None:
-    """Give tangents that are zero memory: forward-mode derivatives make tensors without, which Inductor's kernels read."""
+    """Give zero tangents memory: forward-mode derivatives make them without, and Inductor's kernels read them."""
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._efficientzerotensor.default):
         node.target = torch.ops.aten.zeros.default
     module.recompile()
