@@ -10,7 +10,8 @@ What a backward wants of a weight in float8 in another order is copied in the ba
 
 The copy depends on inputs alone, and a product reads it. So Inductor's partitioner would have the forward make it:
 copies of the weights of all layers would then be there between forward and backward, whole on each rank. Here such
-nodes are marked before the graph is cut in two, as checkpointed regions mark theirs.
+nodes are marked before the graph is cut in two, as checkpointed regions mark theirs. So is all that is computed of the
+bytes of one packed weight: a backward reads the bytes, which are gathered again, and unpacks them once more.
 
 Graphs through Inductor, in the order that they have.
 
@@ -100,10 +101,29 @@ def with_late_copies(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mark_copies(graph: fx.Graph) -> None:
-    """In a graph of a forward with its backward, have the backward make the copies of inputs in float8."""
+    """In a graph of a forward with its backward, have the backward make the copies of inputs in float8, and unpack
+    bytes: what depends on one input of them, [n] in uint8, and on constants."""
+    of: dict[Any, Any] = {}  # of what depends on constants, or on one packed weight: on which
     for node in graph.nodes:
-        if node.target is torch.ops.aten.clone.default and _is_view_of_input(node.args[0]):
+        inputs = node.all_input_nodes
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            if getattr(value, "dtype", None) is torch.uint8 and value.dim() == 1:
+                of[node] = node
+        elif node.op == "get_attr":
+            of[node] = None
+        elif node.op == "call_function" and all(one in of for one in inputs) and not _draws(node.target):
+            sources = {of[one] for one in inputs} - {None}
+            if len(sources) <= 1:
+                of[node] = next(iter(sources), None)
+        unpacks = node.op == "call_function" and of.get(node) is not None
+        if unpacks or (node.target is torch.ops.aten.clone.default and _is_view_of_input(node.args[0])):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _draws(target: Any) -> bool:
+    """Whether an operation draws random numbers: done again, it gives others."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def _is_view_of_input(node: Any) -> bool:
