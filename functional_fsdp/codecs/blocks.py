@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from .._common.errors import SpecError
 from .._spec.codec import Codec, Planes, Shape
+from .kernels import Blocked
 
 __all__ = [
     "Fp8Block",
@@ -72,10 +74,11 @@ def check_block(name: str, block: int) -> None:
 
 
 @dataclass(frozen=True)
-class Int8(Codec):
+class Int8(Blocked):
     """See `int8`."""
 
     block: int = 0
+    kind: ClassVar[str] = "int8"
 
     def __post_init__(self) -> None:
         if self.block:
@@ -86,14 +89,14 @@ class Int8(Codec):
         rows = -(-n // self.block) if self.block else n // max(shape[-1], 1) if shape else 1
         return {"data": ((n,), torch.int8), "absmax": ((rows,), torch.float32)}
 
-    def pack(self, tensor: torch.Tensor) -> Planes:
+    def by_operations(self, tensor: torch.Tensor) -> Planes:
         width = self.block or (tensor.shape[-1] if tensor.dim() else 1)
         rows = in_blocks(tensor, width) if width else tensor.new_zeros((0, 1), dtype=torch.float32)
         most = rows.abs().amax(dim=1)
         data = torch.round(rows * (127.0 / most)[:, None]).nan_to_num_(nan=0.0).clamp_(-127, 127).to(torch.int8)
         return {"data": data.view(-1)[: tensor.numel()], "absmax": most}
 
-    def unpack(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    def of_operations(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         width = self.block or (shape[-1] if shape else 1)
         return (
             spread(planes["data"], planes["absmax"], max(width, 1), torch.float32).mul_(1 / 127).to(dtype).view(shape)
@@ -119,11 +122,12 @@ def int8(block: int = 0) -> Codec:
 
 
 @dataclass(frozen=True)
-class Fp8Block(Codec):
+class Fp8Block(Blocked):
     """See `fp8_block`."""
 
     block: int = 256
     tile: tuple[int, int] | None = None
+    kind: ClassVar[str] = "fp8"
 
     def __post_init__(self) -> None:
         if self.tile is None:
@@ -138,7 +142,7 @@ class Fp8Block(Codec):
         tiles = tuple(-(-size // one) for size, one in zip(shape[-2:], self.tile, strict=True))
         return {"data": (shape, E4M3), "scale": ((*shape[:-2], *tiles), torch.float32)}
 
-    def pack(self, tensor: torch.Tensor) -> Planes:
+    def by_operations(self, tensor: torch.Tensor) -> Planes:
         if self.tile is not None:
             tiles = self._tiles(tensor.to(torch.float32))
             scale = _scales(tiles.abs().amax(dim=(-3, -1)))
@@ -157,7 +161,7 @@ class Fp8Block(Codec):
         padded = F.pad(tensor, (0, -m % wide, 0, -n % high))
         return padded.unflatten(-1, (-1, wide)).unflatten(-3, (-1, high))
 
-    def unpack(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    def of_operations(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         data, scale = planes["data"], planes["scale"]
         if self.tile is None:
             return spread(data, scale, self.block, dtype).view(shape)
@@ -172,7 +176,7 @@ class Fp8Block(Codec):
 def _scales(most: torch.Tensor) -> torch.Tensor:
     """What a block is divided by, so that its largest number becomes float8's; 1 for a block of zeros."""
     scale = most / most.new_full((), MOST)  # by a number a GPU multiplies with its inverse, which it rounds
-    return torch.where(scale > 0, scale, (scale != scale) * scale + 1)  # NaN stays NaN
+    return torch.where(scale == 0, 1, scale)
 
 
 def fp8_block(block: int = 256, tile: tuple[int, int] | None = None) -> Codec:
@@ -192,16 +196,17 @@ def fp8_block(block: int = 256, tile: tuple[int, int] | None = None) -> Codec:
 
 
 @dataclass(frozen=True)
-class Mxfp8(Codec):
+class Mxfp8(Blocked):
     """See `mxfp8`."""
 
     block: int = 32
+    kind: ClassVar[str] = "mx"
 
     def planes(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
         n = prod(shape)
         return {"data": ((n,), E4M3), "scale": ((-(-n // self.block),), torch.uint8)}
 
-    def pack(self, tensor: torch.Tensor) -> Planes:
+    def by_operations(self, tensor: torch.Tensor) -> Planes:
         rows = in_blocks(tensor, self.block)
         most = rows.abs().amax(dim=1)
         exponent = (most.view(torch.int32) >> 23) - BIAS - OF_E4M3  # its floor; of zeros the least
@@ -210,7 +215,7 @@ class Mxfp8(Codec):
         data = (rows / _power(scale)[:, None]).clamp_(-MOST, MOST).to(E4M3)
         return {"data": data.view(-1)[: tensor.numel()], "scale": scale}
 
-    def unpack(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    def of_operations(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         return spread(planes["data"], _power(planes["scale"]), self.block, dtype).view(shape)
 
     def __str__(self) -> str:

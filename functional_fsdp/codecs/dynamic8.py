@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
+from typing import ClassVar
 
 import torch
 
 from .._spec.codec import Codec, Planes, Shape
 from .blocks import by_most, check_block, spread
 from .four_bits import codebook, table
+from .kernels import Blocked
 
 __all__ = ["Dynamic8", "dynamic8"]
 
 
 @dataclass(frozen=True)
-class Dynamic8(Codec):
+class Dynamic8(Blocked):
     """See `dynamic8`."""
 
     block: int = 128
     signed: bool = True
+    kind: ClassVar[str] = "dynamic"
 
     def __post_init__(self) -> None:
         for name in ("dynamic", "dynamic unsigned"):
@@ -29,16 +32,19 @@ class Dynamic8(Codec):
         n = prod(shape)
         return {"data": ((n,), torch.uint8), "absmax": ((-(-n // self.block),), torch.float32)}
 
-    def pack(self, tensor: torch.Tensor) -> Planes:
-        (values, most), code = by_most(tensor, self.block), table(self._name, tensor)
+    def code(self, like: torch.Tensor) -> torch.Tensor:
+        return table(self._name, like)
+
+    def by_operations(self, tensor: torch.Tensor) -> Planes:
+        (values, most), code = by_most(tensor, self.block), self.code(tensor)
         below = (torch.bucketize(values, code, right=True) - 1).clamp_(0, 255)
         above = (below + 1).clamp_(max=255)
         low, high = code[below], code[above]
         data = torch.where(values - low >= (high - low) * 0.5, above, below).to(torch.uint8)
         return {"data": data, "absmax": most}
 
-    def unpack(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        values = table(self._name, planes["data"])[planes["data"].to(torch.int32)]
+    def of_operations(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        values = self.code(planes["data"])[planes["data"].to(torch.int32)]
         return spread(values, planes["absmax"], self.block, dtype).view(shape)
 
     def nonnegative(self) -> Dynamic8:

@@ -3,9 +3,6 @@
     absmax [blocks] float32       data [n / 2] bytes: two numbers in a byte, the first one in its upper half
     with `nested`: absmax [blocks] bytes by a codebook of 256, and a maximum for each 256 of them, less their mean
 
-On GPUs one Triton kernel unpacks a weight: it reads half a byte and writes a number. Elsewhere, and without Triton, it
-is an operation after the other. Both give the same bits.
-
 int4: whole numbers from -7 to 7, two in a byte, and a maximum for each block.
 """
 
@@ -14,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any
+from typing import ClassVar
 
 import torch
 
-from .._common.device import runs_triton, tl, triton
 from .._common.tracing import traced_as
 from .._spec.codec import Codec, Planes, Shape
 from .blocks import by_most, check_block, in_blocks, in_halves, of_halves, spread
+from .kernels import Blocked
 
 __all__ = ["Int4", "Nf4", "codebook", "dynamic_map", "int4", "nf4", "table"]
 
@@ -29,22 +26,23 @@ MOST = 7.0
 
 
 @dataclass(frozen=True)
-class Int4(Codec):
+class Int4(Blocked):
     """See `int4`."""
 
     block: int = 64
+    kind: ClassVar[str] = "int4"
 
     def planes(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
         n = prod(shape)
         return {"data": ((-(-n // 2),), torch.uint8), "absmax": ((-(-n // self.block),), torch.float32)}
 
-    def pack(self, tensor: torch.Tensor) -> Planes:
+    def by_operations(self, tensor: torch.Tensor) -> Planes:
         rows = in_blocks(tensor, self.block)
         most = rows.abs().amax(dim=1)
         numbers = torch.round(rows * (MOST / most)[:, None]).nan_to_num_(nan=0.0).clamp_(-MOST, MOST).add_(8)
         return {"data": in_halves(numbers.to(torch.uint8).view(-1)[: tensor.numel()]), "absmax": most}
 
-    def unpack(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    def of_operations(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         numbers = of_halves(planes["data"], prod(shape))
         values = spread(numbers.to(torch.float32).sub_(8), planes["absmax"], self.block, torch.float32)
         return values.mul_(1 / MOST).to(dtype).view(shape)
@@ -75,7 +73,6 @@ CODE = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 NESTED = 256  # maxima that share one
-SIZE = 1024  # numbers of a program of the kernel's
 
 
 @traced_as(lambda name, like: _made(name, like.device))
@@ -123,11 +120,12 @@ def _nearest(values: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Nf4(Codec):
+class Nf4(Blocked):
     """See `nf4`."""
 
     size: int = 64
     nested: bool = False
+    kind: ClassVar[str] = "nf4"
 
     @property
     def block(self) -> int:  # type: ignore[override]
@@ -141,7 +139,10 @@ class Nf4(Codec):
         outer = ((-(-blocks // NESTED),), torch.float32)
         return {"data": data, "absmax": ((blocks,), torch.uint8), "outer": outer, "mean": ((1,), torch.float32)}
 
-    def pack(self, tensor: torch.Tensor) -> Planes:
+    def code(self, like: torch.Tensor) -> torch.Tensor:
+        return table("nf4", like)
+
+    def by_operations(self, tensor: torch.Tensor) -> Planes:
         scaled, most = by_most(tensor, self.size)
         data = in_halves(_nearest(scaled, table("nf4", tensor)).to(torch.uint8))
         if not self.nested:
@@ -159,13 +160,13 @@ class Nf4(Codec):
         return spread(values, planes["outer"], NESTED, torch.float32) + planes["mean"]
 
     def unpack(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        data, absmax, n = planes["data"], self.absmax(planes), prod(shape)
-        code = table("nf4", data)
-        if triton is not None and n and type(data) is torch.Tensor and runs_triton(data):
-            out = torch.empty(n, dtype=dtype, device=data.device)
-            _kernel()[(triton.cdiv(n, SIZE),)](data, absmax, code, out, n, self.size, SIZE)
-            return out.view(shape)
-        return spread(code[of_halves(data, n).to(torch.int32)], absmax, self.size, dtype).view(shape)
+        if self.nested:
+            return Nf4(self.size).unpack({"data": planes["data"], "absmax": self.absmax(planes)}, shape, dtype)
+        return super().unpack(planes, shape, dtype)
+
+    def of_operations(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        values = table("nf4", planes["data"])[of_halves(planes["data"], prod(shape)).to(torch.int32)]
+        return spread(values, planes["absmax"], self.size, dtype).view(shape)
 
     def __str__(self) -> str:
         said = [f"block={self.size}"] * (self.size != 64) + ["nested=True"] * self.nested
@@ -187,23 +188,3 @@ def nf4(block: int = 64, nested: bool = False) -> Codec:
     """
     check_block("nf4", block)
     return Nf4(block, nested)
-
-
-_KERNEL: list[Any] = []
-
-
-def _kernel() -> Any:
-    """The kernel, made when it is first needed: where there is Triton but no GPU, it cannot be."""
-    if not _KERNEL:
-
-        @triton.jit  # type: ignore[untyped-decorator]
-        def unpacked(data, absmax, code, out, n, BLOCK: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-            at = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
-            inside = at < n
-            byte = tl.load(data + at // 2, mask=inside, other=0).to(tl.int32)
-            which = tl.where(at % 2 == 0, byte >> 4, byte & 15)
-            value = tl.load(code + which) * tl.load(absmax + at // BLOCK, mask=inside, other=0.0)
-            tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
-
-        _KERNEL.append(unpacked)
-    return _KERNEL[0]

@@ -28,14 +28,15 @@ from .._runtime.runtime import Runtime, runtime_of
 from .._spec.codec import START, Codec, Form, Planes
 from .._state.state import State
 from .._verbs.metrics import Wire, axes_of, chosen_axes, compared
+from . import kernels
 
 __all__ = ["add_up", "pack", "pack_part", "packed_mean", "packed_sum", "unpack_whole"]
 
 MOST = 1 << 23  # elements at once: what is between is some float32 tensors of so many
 
 
-def _pieces(codec: Codec, bits: torch.Tensor, n: int) -> Iterator[tuple[int, int, Planes]]:
-    """A part's planes, as views of its bytes, in pieces of whole blocks: (first, last) element, and their planes."""
+def _planes(codec: Codec, bits: torch.Tensor, n: int) -> Planes:
+    """A part's planes, as views of its bytes."""
     kinds = sorted(codec.planes((n,)).items(), key=lambda item: -item[1][1].itemsize)
     planes: Planes = {}
     at = 0
@@ -43,7 +44,12 @@ def _pieces(codec: Codec, bits: torch.Tensor, n: int) -> Iterator[tuple[int, int
         size = torch.Size(shape).numel() * dtype.itemsize
         planes[name] = bits[at : at + size].view(dtype).view(shape)
         at += size
-    step = max(MOST // codec.block, 1) * codec.block
+    return planes
+
+
+def _pieces(codec: Codec, bits: torch.Tensor, n: int) -> Iterator[tuple[int, int, Planes]]:
+    """A part's planes in pieces of whole blocks: (first, last) element, and their planes."""
+    planes, step = _planes(codec, bits, n), max(MOST // codec.block, 1) * codec.block
     for start in range(0, n, step):
         stop = min(start + step, n)
         yield start, stop, {key: p[p.shape[0] * start // n : p.shape[0] * stop // n] for key, p in planes.items()}
@@ -53,6 +59,11 @@ def pack(codec: Codec, stage: torch.Tensor, bits: torch.Tensor, ranks: int, feed
     """Staged gradients [ranks · n], with the residual, -> bytes [ranks · m]; and what the bytes have lost of them."""
     n = stage.numel() // ranks
     for rank, part in enumerate(bits.view(ranks, -1)):
+        if kernels.fused(codec, stage):
+            here = slice(rank * n, (rank + 1) * n)
+            lost = None if feedback is None else (feedback[0][here], feedback[1][here])
+            kernels.pack(codec, stage[here], _planes(codec, part, n), feedback=lost)
+            continue
         for start, stop, planes in _pieces(codec, part, n):
             here = slice(rank * n + start, rank * n + stop)
             values = stage[here].to(torch.float32)
@@ -70,6 +81,10 @@ def _put(planes: Planes, values: Planes) -> None:
 
 def add_up(codec: Codec, came: torch.Tensor, ranks: int, out: torch.Tensor, mean: bool) -> None:
     """Bytes [ranks · m], each rank's summand of one part, -> their sum, or mean, in the order of ranks: float32 [n]."""
+    if kernels.fused(codec, came):
+        stride = came.numel() // ranks
+        kernels.unpack(codec, _planes(codec, came[:stride], out.numel()), out, 0, ranks, stride, mean)
+        return
     for rank, part in enumerate(came.view(ranks, -1)):
         for start, stop, planes in _pieces(codec, part, out.numel()):
             summand = codec.unpack(planes, (stop - start,), torch.float32)

@@ -17,6 +17,7 @@ import torch
 
 from .._common.calls import provide
 from .._spec.codec import START, Codec, Planes, Shape
+from .kernels import fused, pack, unpack
 
 __all__ = ["Rows"]
 
@@ -70,6 +71,9 @@ class Rows(Codec):
 
     def pack_into(self, values: torch.Tensor, bits: torch.Tensor) -> None:
         """Elements [rows · width] -> their bytes, uint8 [rows · nbytes]."""
+        if fused(self.codec, values):
+            pack(self.codec, values, self._planes(bits.view(-1, self.nbytes)), self.width)
+            return
         for start, stop in _pieces(values.numel(), self.width):
             rows = bits[start // self.width * self.nbytes : stop // self.width * self.nbytes].view(-1, self.nbytes)
             planes = self.codec.pack(values[start:stop].to(torch.float32))
@@ -78,11 +82,20 @@ class Rows(Codec):
 
     def unpack(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         rows = planes["rows"]
+        if fused(self.codec, rows):
+            out = torch.empty(shape, dtype=dtype, device=rows.device)
+            unpack(self.codec, self._planes(rows), out.view(-1), self.width)
+            return out
         found = {}
         for name, (own, kind) in self.codec.planes(shape).items():
             first, last = self.places[name]
             found[name] = rows[:, first:last].reshape(-1).view(kind)[: prod(own)].view(own)
         return self.codec.unpack(found, shape, dtype)
+
+    def _planes(self, rows: torch.Tensor) -> Planes:
+        """The planes within rows, uint8 [rows, nbytes]: a row for each."""
+        kinds = self.codec.planes((self.width,))
+        return {name: rows[:, first:last].view(kinds[name][1]) for name, (first, last) in self.places.items()}
 
     def __str__(self) -> str:
         return str(self.codec)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -23,8 +24,8 @@ import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp._launch.launch import stop_workers
-from functional_fsdp.codecs import Form
-from functional_fsdp.codecs import four_bits as nf4_file
+from functional_fsdp.codecs import Form, kernels, packed_reductions
+from functional_fsdp.codecs.rows import Rows
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic matrix products
 pytestmark = [pytest.mark.timeout(170), pytest.mark.usefixtures("fresh_workers")]
@@ -143,7 +144,7 @@ def both(way: str, codec: str = "nf4") -> tuple[Any, Any]:
 
 
 def unpacked() -> dict[str, bool]:
-    """Of each codec: whether a GPU packs and unpacks as a CPU, and nf4's kernel as torch's operations."""
+    """Of each codec: whether a GPU packs and unpacks as a CPU, and a kernel as torch's operations."""
     found = {}
     for name, codec in CODECS.items():
         for shape in ((33, 100), (512, 768)):
@@ -151,11 +152,133 @@ def unpacked() -> dict[str, bool]:
             form = Form(codec, shape, torch.bfloat16)
             bits = form.pack(w)
             same = torch.equal(form.unpack(bits.cuda()).cpu(), form.unpack(bits))
-            with patch.object(nf4_file, "triton", None):
+            with by_operations():
                 same &= torch.equal(form.unpack(bits.cuda()).cpu(), form.unpack(bits))
             there = form.pack(w.cuda()).cpu()
             found[f"{name} {shape}"] = same and (there != bits).float().mean().item() < 5e-3
     return found
+
+
+def by_operations() -> Any:
+    """Without kernels."""
+    return patch.object(kernels, "triton", None)
+
+
+BLOCKED = {name: CODECS[name] for name in ("fp8_block", "mxfp8", "int4", "nf4", "dynamic8")} | {"int8": fsdp.int8(64)}
+BLOCKED |= {"fp8_block 64": fsdp.fp8_block(64), "unsigned": fsdp.dynamic8(signed=False)}
+
+
+def inputs(n: int) -> dict[str, torch.Tensor]:
+    """Vectors of n numbers of many kinds."""
+    x = torch.randn(n, generator=torch.Generator().manual_seed(n)).cuda()
+    odd, half = x.clone(), x.clone()
+    odd[3], odd[-1], odd[n // 2], half[: n // 2] = float("nan"), float("inf"), -float("inf"), 0
+    made = {"random": x, "zeros": torch.zeros_like(x), "half zeros": half, "no numbers": odd, "bfloat16": x.bfloat16()}
+    made |= {"denormal": x * 1e-39, "small": x * 1e-36, "large": x * 1e38, "equal": torch.full_like(x, 0.3)}
+    return made | {"wide": x * torch.logspace(-40, 38, n, device="cuda")}
+
+
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit, but for which NaN it is."""
+    if one.dtype.is_floating_point:
+        both = one.float(), other.float()
+        return torch.equal(both[0].isnan(), both[1].isnan()) and torch.equal(*(x.nan_to_num(0.0) for x in both))
+    return torch.equal(one, other)
+
+
+def fused() -> list[str]:
+    """Where kernels have other bits than operations: what is done, with how many elements of which kind."""
+    found = []
+
+    def compare(said: str, run: Any, *args: Any) -> None:
+        own = run(*args)
+        with by_operations():
+            others = run(*args)
+        if not all(map(alike, own, others)):
+            found.append(f"{said}: {sum(int((a != b).sum()) for a, b in zip(own, others, strict=True))} differ")
+
+    for name, codec in BLOCKED.items():
+        for n in (4, 100, 4096, 65541):
+            for kind, x in inputs(n).items():
+                for form in (codec, Rows(codec)):
+                    said, values = f"{form} {name}, {n} {kind}", x.abs() if name == "unsigned" else x
+                    if form is codec or kind != "no numbers":  # whose bytes are of one NaN or another
+                        compare(f"{said}: pack", lambda form, x: [*form.pack(x).values()], form, values)
+                    with by_operations():
+                        planes = form.pack(values)
+                    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                        compare(
+                            f"{said}: {dtype}", lambda *args: [args[0].unpack(*args[1:])], form, planes, (n,), dtype
+                        )
+        if "signed" not in name and name != "dynamic8":
+            compare(f"{name} wires", sums, codec, 3, codec.block * 48)
+    return found
+
+
+def sums(codec: fsdp.Codec, ranks: int, n: int) -> list[torch.Tensor]:
+    """Bytes of three ranks' parts, what is left, the sum and the mean."""
+    seeded = torch.Generator().manual_seed(1)
+    stage, before = (torch.randn(ranks * n, generator=seeded).bfloat16().cuda() for _ in range(2))
+    planes = codec.planes((n,)).values()
+    bits = torch.zeros(ranks * sum(torch.Size(s).numel() * d.itemsize for s, d in planes), dtype=torch.uint8).cuda()
+    after, out, mean = torch.zeros_like(before), torch.empty(n).cuda(), torch.empty(n).cuda()
+    packed_reductions.pack(codec, stage, bits, ranks, (before, after))
+    packed_reductions.add_up(codec, bits, ranks, out, False)
+    packed_reductions.add_up(codec, bits, ranks, mean, True)
+    return [bits, after, out, mean]
+
+
+def test_kernels_have_the_bits_of_operations() -> None:
+    assert not launch(fused, (), nprocs=1)[0]
+
+
+def launches() -> dict[str, tuple[int, int, float, float]]:
+    """Of a large bucket: kernels that are launched, and ms; by kernels and by operations."""
+    x, found = torch.randn(1 << 26, device="cuda"), {}
+    for name, codec in BLOCKED.items():
+        rows = Rows(codec)
+        bits = torch.empty(rows.bytes_of(x.numel()), dtype=torch.uint8, device="cuda")
+        jobs: dict[str, Any] = {
+            "pack": lambda rows=rows, bits=bits: rows.pack_into(x, bits),
+            "unpack": lambda rows=rows, bits=bits: rows.unpack(
+                {"rows": bits.view(-1, rows.nbytes)}, (x.numel(),), torch.bfloat16
+            ),
+        }
+        for what, run in jobs.items():
+            both: list[Any] = []
+            for how in (nullcontext, by_operations):
+                with how():
+                    both += [counted(run), timing(run)]
+            found[f"{name} {what}"] = (both[0], both[2], both[1], both[3])
+    return found
+
+
+def counted(run: Any) -> int:
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return sum(event.count for event in profile.key_averages() if str(event.device_type).endswith("CUDA"))
+
+
+def timing(run: Any) -> float:
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begun.record()
+    for _ in range(5):
+        run()
+    ended.record()
+    torch.cuda.synchronize()
+    return begun.elapsed_time(ended) / 5
+
+
+def test_a_bucket_is_packed_and_unpacked_by_one_launch() -> None:
+    """Printed: launches and ms for 64 Mi elements."""
+    print()
+    for name, (own, others, ms, slow) in launch(launches, (), nprocs=1)[0].items():
+        print(f"{name:>22} {own:4} launch {ms:8.3f} ms   by operations {others:4} {slow:8.3f} ms")
+        assert own == 1
+        assert ms < slow
 
 
 def measured(codec: fsdp.Codec | None, compile: bool) -> tuple[float, int, int]:

@@ -73,8 +73,8 @@ class Net(torch.nn.Module):
 @pytest.mark.parametrize("precision", [{"gather": fsdp.fp8_block}, {"main": fsdp.nf4(nested=True)}])
 def test_compiled_units_keep_bytes_for_the_backward(precision: dict[str, Any]) -> None:
     """Cut in two as Inductor does, but compiled by nobody: what goes from the forward to the backward."""
-    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table

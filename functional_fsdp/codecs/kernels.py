@@ -1,0 +1,233 @@
+"""One pass over memory: Triton kernels that pack a tensor, and that unpack and add up what ranks have sent.
+
+    values [n] + lost [n] ──pack──▶ data, scales; lost [n]       what packing loses of them, where it is asked for
+    data, scales of ranks ──unpack──▶ out [n]                    the sum, in the order of ranks, in float32, rounded
+
+Planes lie flat, or in rows of `width` elements (see `rows`). The bits are those of each codec's torch operations, which
+serve on CPUs, without Triton and in traces: divisions round, and nothing is multiplied and added at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, TypeGuard
+
+import torch
+
+from .._common.device import casts_float8, runs_triton, tl, triton
+from .._common.tracing import tracing
+from .._spec.codec import Codec, Planes, Shape
+
+SIZE = 2048  # elements of a program
+jit: Any = triton.jit if triton is not None else lambda kernel: kernel
+
+
+class Blocked(Codec):
+    """A codec of two planes, "data" and scales of blocks, that the kernels know. Its own operations are `by_operations`
+    and `of_operations`.
+
+    Attributes:
+        kind: what the kernels call it.
+    """
+
+    kind: ClassVar[str]
+
+    def code(self, like: torch.Tensor) -> torch.Tensor:
+        """The codebook, where a tensor is; of codecs without one any tensor."""
+        return like
+
+    def pack(self, tensor: torch.Tensor) -> Planes:
+        if not fused(self, tensor):
+            return self.by_operations(tensor)
+        shapes = self.planes(tuple(tensor.shape))
+        planes = {name: tensor.new_empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+        pack(self, tensor.reshape(-1), planes)
+        return planes
+
+    def unpack(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        data = planes["data"]
+        if not fused(self, data):
+            return self.of_operations(planes, shape, dtype)
+        out = torch.empty(shape, dtype=dtype, device=data.device)
+        unpack(self, planes, out.view(-1))
+        return out
+
+    def by_operations(self, tensor: torch.Tensor) -> Planes:
+        raise NotImplementedError
+
+    def of_operations(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def fused(codec: Codec, tensor: torch.Tensor) -> TypeGuard[Blocked]:
+    """Whether the kernels do it, by this codec and where this tensor is."""
+    if triton is None or not isinstance(codec, Blocked) or not codec.block:
+        return False
+    runs = casts_float8 if codec.kind in ("fp8", "mx") else runs_triton
+    return type(tensor) is torch.Tensor and runs(tensor) and not tracing()
+
+
+def pack(
+    codec: Blocked, values: torch.Tensor, planes: Planes, width: int = 0,
+    feedback: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Elements [n] -> planes: flat, or rows of `width` elements.
+
+    feedback: what was lost before [n], which is added; and where what is lost now is put [n].
+    """
+    data, scales = _both(planes)
+    before, after = feedback or (values, values)
+    if n := values.numel():
+        _pack[(triton.cdiv(n, max(SIZE, codec.block)),)](
+            values, before, after, data, scales, codec.code(values), n, data.stride(0), scales.stride(0), codec.kind,
+            feedback is not None, width, codec.block, max(SIZE // codec.block, 1), enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def unpack(
+    codec: Blocked, planes: Planes, out: torch.Tensor, width: int = 0, ranks: int = 1, stride: int = 0,
+    mean: bool = False,
+) -> None:  # fmt: skip
+    """Planes of the first rank, flat or in rows of `width` elements -> out [n], in its dtype: the sum over ranks, or
+    that divided by their number. stride: bytes from the planes of a rank to those of the next."""
+    data, scales = _both(planes)
+    if n := out.numel():
+        _unpack[(triton.cdiv(n, SIZE),)](
+            data, scales, codec.code(out), out, n, data.stride(0), scales.stride(0), stride, stride // scales.itemsize,
+            codec.kind, width, codec.block, ranks, mean, SIZE, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _both(planes: Planes) -> tuple[torch.Tensor, torch.Tensor]:
+    (scales,) = (plane for name, plane in planes.items() if name != "data")
+    return planes["data"].view(torch.uint8), scales
+
+
+@jit
+def _power(scale):  # type: ignore[no-untyped-def]
+    """As `blocks._power`."""
+    bits = tl.where(scale == 0, 1 << 22, scale.to(tl.int32) << 23)
+    return tl.where(scale == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@jit  # type: ignore[untyped-decorator]
+def _value(number, scale, code, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a number stands for, by the scale of its block, in float32."""
+    if KIND == "fp8" or KIND == "mx":
+        value = number.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+    elif KIND == "int8":
+        value = number.to(tl.int8, bitcast=True).to(tl.float32) * scale * (1 / 127)
+    elif KIND == "int4":
+        value = (number.to(tl.float32) - 8.0) * scale * (1 / 7)
+    else:
+        value = tl.load(code + number.to(tl.int32)) * scale
+    return value
+
+
+@jit  # type: ignore[untyped-decorator]
+def _whole(x, factor, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The nearest whole number to x · factor, the even one of two; of NaN 0."""
+    scaled = x * factor
+    scaled = tl.clamp(tl.where(scaled == scaled, scaled, 0.0), -MOST, MOST)
+    return (scaled + 12582912.0) - 12582912.0  # 1.5 · 2^23: nothing is left behind the point
+
+
+@jit  # type: ignore[untyped-decorator]
+def _pack(  # type: ignore[no-untyped-def]
+    values, before, after, data, scales, code, n, data_row, scale_row, KIND: tl.constexpr, FEEDBACK: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
+    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = at < n
+    x = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
+    if FEEDBACK:
+        x += tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
+    most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)  # NaN is the largest
+    one = tl.full([COUNT], 1.0, tl.float32)
+    kept = most
+    scale = most
+    if KIND == "fp8":
+        scale = tl.math.div_rn(most, one * 448.0)
+        scale = tl.where(scale == 0, 1.0, scale)
+        kept = scale
+    elif KIND == "mx":
+        exponent = tl.clamp((((most.to(tl.int32, bitcast=True) >> 23) - 135).to(tl.float32)), -127.0, 127.0)
+        kept = tl.where(most < float("inf"), exponent.to(tl.int32) + 127, 255).to(tl.uint8)
+        scale = _power(kept)
+    if KIND == "fp8" or KIND == "mx":
+        divided = tl.math.div_rn(x, tl.broadcast_to(scale[:, None], [COUNT, BLOCK]))
+        divided = tl.clamp(divided, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        number = divided.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    elif KIND == "int8":
+        number = _whole(x, (tl.math.div_rn(one, most) * 127.0)[:, None], 127.0).to(tl.int8).to(tl.uint8, bitcast=True)
+    elif KIND == "int4":
+        number = (_whole(x, (tl.math.div_rn(one, most) * 7.0)[:, None], 7.0) + 8.0).to(tl.uint8)
+    else:
+        by = tl.where(most == 0, 1.0, most)
+        divided = tl.math.div_rn(x, tl.broadcast_to(by[:, None], [COUNT, BLOCK]))
+        found = tl.zeros([COUNT, BLOCK], tl.int32)
+        if KIND == "nf4":  # how many middles between two numbers of the codebook are below; of NaN all
+            for i in tl.static_range(15):
+                middle = (tl.load(code + i) + tl.load(code + i + 1)) * 0.5
+                found += tl.where(middle >= divided, 0, 1)
+        else:  # the last number of the codebook that is not above, or the next one
+            for i in tl.static_range(8):
+                tried = found + (128 >> i)
+                found = tl.where(tl.load(code + tried) > divided, found, tried)
+            above = tl.minimum(found + 1, 255)
+            low = tl.load(code + found)
+            found = tl.where(divided - low >= (tl.load(code + above) - low) * 0.5, above, found)
+        number = found.to(tl.uint8)
+    if FEEDBACK:
+        tl.store(after + at, (x - _value(number, scale[:, None], code, KIND)).to(after.dtype.element_ty), mask=inside)
+    first = block * BLOCK  # of the flat planes, or of their row
+    if WIDTH:
+        row = first // WIDTH
+        data += row[:, None] * data_row
+        scales += row * scale_row
+        first -= row * WIDTH
+    tl.store(scales + first // BLOCK, kept, mask=block * BLOCK < n)
+    if KIND == "int4" or KIND == "nf4":
+        pairs = tl.reshape(tl.where(inside, number, 0), [COUNT, BLOCK // 2, 2])
+        high, low = tl.split(pairs)
+        place = tl.arange(0, BLOCK // 2)[None, :]
+        there = block[:, None] * BLOCK + 2 * place < n
+        tl.store(data + (first[:, None] // 2 + place), (high << 4) | low, mask=there)
+    else:
+        tl.store(data + (first[:, None] + tl.arange(0, BLOCK)[None, :]), number, mask=inside)
+
+
+@jit  # type: ignore[untyped-decorator]
+def _unpack(  # type: ignore[no-untyped-def]
+    data, scales, code, out, n, data_row, scale_row, data_stride, scale_stride, KIND: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, MEAN: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < n
+    place = at
+    if WIDTH:
+        row = at // WIDTH
+        data += row * data_row
+        scales += row * scale_row
+        place = at - row * WIDTH
+    total = _read(data, scales, code, place, inside, KIND, BLOCK)
+    for _ in range(1, RANKS):
+        data += data_stride
+        scales += scale_stride
+        total += _read(data, scales, code, place, inside, KIND, BLOCK)
+    if MEAN:
+        total = tl.math.div_rn(total, tl.full([SIZE], RANKS, tl.float32))
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@jit  # type: ignore[untyped-decorator]
+def _read(data, scales, code, place, inside, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    scale = tl.load(scales + place // BLOCK, mask=inside, other=0)
+    if KIND == "mx":
+        scale = _power(scale)
+    if KIND == "int4" or KIND == "nf4":
+        number = tl.load(data + place // 2, mask=inside, other=0)
+        number = tl.where(place % 2 == 0, number >> 4, number & 15)
+    else:
+        number = tl.load(data + place, mask=inside, other=0)
+    return _value(number, scale, code, KIND)
