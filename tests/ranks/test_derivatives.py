@@ -372,10 +372,8 @@ INSIDE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 INSIDE["three of them"] = lambda m, x: INSIDE["grad"](m, x) + INSIDE["jvp"](m, x) + INSIDE["vmap"](m, x)
 
 
-def steps_of(
-    way: str, model: Any, loss: Callable[[Any, torch.Tensor], torch.Tensor], **settings: Any
-) -> Callable[..., Any]:
-    forward_backward = T.forward_backward(model, loss, **settings)
+def steps_of(way: str, model: Any, loss: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    forward_backward = T.forward_backward(model, loss)
 
     def first(state: fsdp.State, x: torch.Tensor) -> Any:
         state, params = fsdp.unshard(state)
