@@ -109,11 +109,20 @@ def _power(scale):  # type: ignore[no-untyped-def]
     return tl.where(scale == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
+@jit
+def _of_e4m3(bits):  # type: ignore[no-untyped-def]
+    """A number of float8 from its bits, in float32."""
+    exponent, most = (bits >> 3) & 15, bits & 127
+    power = ((tl.maximum(exponent, 1) + 117) << 23).to(tl.float32, bitcast=True)
+    value = ((bits & 7) + tl.where(exponent > 0, 8, 0)).to(tl.float32) * power
+    return tl.where(most == 127, float("nan"), tl.where(bits > 127, -value, value))
+
+
 @jit  # type: ignore[untyped-decorator]
 def _value(number, scale, code, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """What a number stands for, by the scale of its block, in float32."""
     if KIND == "fp8" or KIND == "mx":
-        value = number.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+        value = _of_e4m3(number.to(tl.int32)) * scale
     elif KIND == "int8":
         value = number.to(tl.int8, bitcast=True).to(tl.float32) * scale * (1 / 127)
     elif KIND == "int4":

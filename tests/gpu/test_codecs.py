@@ -256,7 +256,7 @@ def launches() -> dict[str, tuple[int, int, float, float]]:
 def counted(run: Any) -> int:
     run()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         run()
         torch.cuda.synchronize()
     return sum(event.count for event in profile.key_averages() if str(event.device_type).endswith("CUDA"))
