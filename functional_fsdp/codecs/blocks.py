@@ -80,10 +80,6 @@ class Int8(Blocked):
     block: int = 0
     kind: ClassVar[str] = "int8"
 
-    def __post_init__(self) -> None:
-        if self.block:
-            check_block("int8", self.block)
-
     def planes(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
         n = prod(shape)
         rows = -(-n // self.block) if self.block else n // max(shape[-1], 1) if shape else 1
@@ -95,6 +91,11 @@ class Int8(Blocked):
         most = rows.abs().amax(dim=1)
         data = torch.round(rows * (127.0 / most)[:, None]).nan_to_num_(nan=0.0).clamp_(-127, 127).to(torch.int8)
         return {"data": data.view(-1)[: tensor.numel()], "absmax": most}
+
+    def unpack(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        if not self.block and shape and shape[-1]:  # a row is a block
+            return Int8(shape[-1]).unpack(planes, shape, dtype)
+        return super().unpack(planes, shape, dtype)
 
     def of_operations(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         width = self.block or (shape[-1] if shape else 1)
@@ -118,6 +119,8 @@ def int8(block: int = 0) -> Codec:
 
     Example: `fsdp.Precision(main=fsdp.int8(), compute=torch.bfloat16)`.
     """
+    if block:
+        check_block("int8", block)
     return Int8(block)
 
 
