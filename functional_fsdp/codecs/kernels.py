@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeGuard
 import torch
 
 from .._common.device import casts_float8, runs_triton, tl, triton
-from .._common.tracing import tracing
+from .._common.tracing import traced_as
 from .._spec.codec import Codec, Planes, Shape
 
 SIZE = 2048  # elements of a program
@@ -58,12 +58,13 @@ class Blocked(Codec):
         raise NotImplementedError
 
 
+@traced_as(lambda codec, tensor: False)
 def fused(codec: Codec, tensor: torch.Tensor) -> TypeGuard[Blocked]:
     """Whether the kernels do it, by this codec and where this tensor is."""
     if triton is None or not isinstance(codec, Blocked) or not codec.block:
         return False
     runs = casts_float8 if codec.kind in ("fp8", "mx") else runs_triton
-    return type(tensor) is torch.Tensor and runs(tensor) and not tracing()
+    return type(tensor) is torch.Tensor and runs(tensor)
 
 
 def pack(
