@@ -4,6 +4,7 @@
     python examples/predict_grid.py --models 1.2b --ranks 2 --limit 240
     python examples/predict_grid.py --models tiny --ranks 2 --device cpu      # a dry run: no times of worth
     python examples/predict_grid.py --models 1.2b --ranks 4 --tune --limit 420     # 40 settings beside tune's choice
+    python examples/predict_grid.py --tune --cases 12 --budget 13 16 --limit 170    # 12 of them, and two budgets more
 
 | column       | what it is                                                                                       |
 |--------------|--------------------------------------------------------------------------------------------------|
@@ -14,8 +15,9 @@
 |              | captured                                                                                         |
 
 With `--tune` every setting of a grid is measured: placements, prefetch, kept units, transports, recomputed blocks; and
-what `fsdp.tune` chooses for the same budget (`--budget`, GiB a rank; default: what tune takes). The choice is measured
-first and last. *choice / best* is the choice's time by that of the fastest setting within the budget.
+what `fsdp.tune` chooses where everything may be taken, and for each budget (`--budget`, GiB a rank) that this choice
+does not keep. A choice is measured first and last. *choice / best* is the choice's time by that of the fastest setting
+within the budget, *rank* its place among them; *faster by more than 3 %* counts those that tune should have taken.
 
 Below the table are the links, the host's share of the eager steps, and the lines for docs/benchmarks.md.
 """
@@ -75,7 +77,7 @@ CASES = [
 
 
 def grid(compiled: bool) -> list[Case]:
-    """40 settings, all as graphs."""
+    """40 settings, all as graphs, the usual ones first."""
     transports, blocks = ("collective", "copy_engine"), ("", "half recomputed", "recomputed")
     every = [
         Case("zero3", True, compiled, keep, remat, transport, prefetch)
@@ -85,10 +87,12 @@ def grid(compiled: bool) -> list[Case]:
         Case("zero3", True, compiled, keep, "half recomputed", transport)
         for keep in (None, "all") for transport in transports
     ]  # fmt: skip
-    return every + [
+    every += [
         Case(placement, True, compiled, None, remat, transport)
         for placement in ("zero2", "ddp") for transport in transports for remat in blocks
     ]  # fmt: skip
+    rare = {case: case.remat == "half recomputed" or (case.placement != "zero3" and case.remat != "") for case in every}
+    return sorted(every, key=lambda case: case.prefetch - 1 + rare[case])
 
 
 def chosen(found: fsdp.Tuned, compiled: bool) -> Case:
@@ -206,28 +210,34 @@ def measured(config: Config, case: Case, steps: int, device: str) -> dict[str, f
 
 
 def compare_with_tune(args: argparse.Namespace) -> None:
-    """Measure tune's choice and every setting of the grid, and print them, the fastest first."""
+    """Measure tune's choices and every setting of the grid, and print them, the fastest first."""
     begun = time.perf_counter()
     with fsdp.workers(nprocs=args.ranks) as ranks:
         links = ranks(links_here, args.device).get()[0]
         name = ranks(device_name, args.device).get()[0]
         hardware = args.hardware or next((one for one in fsdp.Hardware.names() if one in name), "H100")
-        for model in args.models:
+        for number, model in enumerate(args.models):
             config = replace(MODELS[model], batch=2) if model == "tiny" else MODELS[model]
             with torch.device("meta"):
                 shapes = config.build()
             tokens = torch.empty(config.batch, config.seq + 1, dtype=torch.int64, device="meta")
-            found = fsdp.tune(
-                shapes, config.loss, tokens, mesh={"data": args.ranks}, hardware=hardware, links=links,
-                budget=None if args.budget is None else int(args.budget * 2**30), optimizer=fsdp.adamw(lr=LR),
-                units=config.units(), compiled=args.compiled,
-            )  # fmt: skip
-            print(f"{model}, {args.ranks} × {name}\n{found}\n", flush=True)
-            choice = chosen(found, args.compiled)
+            choices: dict[Case, int] = {}
+            takes = 0  # what the first choice takes
+            for budget in (None, *(int(one * 2**30) for one in args.budget)):
+                if budget is not None and takes <= budget:
+                    continue
+                found = fsdp.tune(
+                    shapes, config.loss, tokens, mesh={"data": args.ranks}, hardware=hardware, links=links,
+                    budget=budget, optimizer=fsdp.adamw(lr=LR), units=config.units(), compiled=args.compiled,
+                )  # fmt: skip
+                print(f"{model}, {args.ranks} × {name}\n{found}\n", flush=True)
+                takes = takes or found.best.peak
+                choices[chosen(found, args.compiled)] = found.budget
             rows: list[tuple[Case, float, float | None]] = []
-            for case in [choice, *grid(args.compiled)[: args.cases or None], choice]:
-                if time.perf_counter() - begun > args.limit and case is not choice:
-                    print(f"{case}: left out after {args.limit:.0f} s", flush=True)
+            until = args.limit * (number + 1) / len(args.models)
+            for case in [*choices, *grid(args.compiled)[: args.cases or None], *choices]:
+                if time.perf_counter() - begun > until and case not in choices:
+                    print(f"{case}: left out after {until:.0f} s", flush=True)
                     continue
                 try:
                     every = ranks(measured, config, case, args.steps, args.device).get()
@@ -236,24 +246,31 @@ def compare_with_tune(args: argparse.Namespace) -> None:
                     continue
                 peaks = [one["peak"] for one in every if "peak" in one]
                 rows.append((case, max(one["ms"] for one in every), max(peaks) if peaks else None))
-            print(beside_choice(rows, choice, found.budget), flush=True)
+            print(f"{beside_choices(rows, choices)}\n{time.perf_counter() - begun:.0f} s\n", flush=True)
 
 
-def beside_choice(rows: list[tuple[Case, float, float | None]], choice: Case, budget: int) -> str:
+def beside_choices(rows: list[tuple[Case, float, float | None]], choices: dict[Case, int]) -> str:
     """The table of `--tune`. Of a setting that was measured twice the faster time counts."""
     times: dict[Case, float] = {}
     peaks: dict[Case, float | None] = {}
     for case, ms, peak in rows:
         times[case], peaks[case] = min(ms, times.get(case, ms)), peak
-    fits = [case for case in times if (peaks[case] or 0) <= budget]
-    lines = ["| setting | ms | peak MiB | |", "|---|---:|---:|---|"]
+    lines = ["| setting | ms | peak MiB |", "|---|---:|---:|"]
     for case in sorted(times, key=lambda case: times[case]):
         peak = peaks[case]
-        why = "" if case in fits else "over the budget"
-        lines.append(f"| {case} | {times[case]:.1f} | {'-' if peak is None else f'{peak / MIB:,.0f}'} | {why} |")
-    if choice in fits:
+        lines.append(f"| {case} | {times[case]:.2f} | {'-' if peak is None else f'{peak / MIB:,.0f}'} |")
+    for choice, budget in choices.items():
+        fits = [case for case in times if (peaks[case] or 0) <= budget and (case == choice or case not in choices)]
+        if choice not in fits:
+            lines.append(f"\n{budget / 2**30:.1f} GiB a rank: the choice was not measured, or is over the budget")
+            continue
         best = min(fits, key=lambda case: times[case])
-        lines.append(f"\nchoice / best: {times[choice] / times[best]:.3f}, of {len(times)} settings; best: {best}")
+        rank = sum(times[case] < times[choice] for case in fits) + 1
+        much = sum(1.03 * times[case] < times[choice] for case in fits)
+        lines.append(
+            f"\n{budget / 2**30:.1f} GiB a rank: choice / best {times[choice] / times[best]:.3f}, rank {rank} of "
+            f"{len(fits)} that fit, {much} faster by more than 3 %; best: {best}"
+        )
     return "\n".join(lines)
 
 
@@ -269,7 +286,7 @@ def main() -> None:
     add("--limit", type=float, default=330, help="seconds after which no further case begins")
     add("--cases", type=int, help="how many of the cases; default: all")
     add("--tune", action="store_true", help="a grid of 40 settings beside tune's choice")
-    add("--budget", type=float, help="GiB a rank, of --tune; default: tune's")
+    add("--budget", type=float, nargs="*", default=[], help="GiB a rank, of --tune, beside tune's own")
     add("--compiled", action="store_true", help="of --tune: units are compiled")
     args = parser.parse_args()
     if args.tune:
