@@ -1,6 +1,6 @@
 """`T.budget` beside lists of modules made by hand, at equal peaks, on one GPU.
 
-    python examples/benchmark_budget.py --model 1.2b --batch 8              # an H200 or H100; each row as it comes
+    python examples/benchmark_budget.py --model 1.2b --batch 8 --steps 5    # an H200 or H100; each row as it comes
     python examples/benchmark_budget.py --model 1.2b --batch 8 --graph --compile
     python examples/benchmark_budget.py --model tiny                        # CPU: that it works; its times say nothing
 
@@ -15,6 +15,7 @@
 | budget: name  | what `T.budget` chooses with the peak of that row as its budget                         |
 
 A list that fits a budget may be used there, so each budget is compared with the fastest list whose peak is no larger.
+Of peaks within 1 % of each other the largest is a budget. That of "none" is none: the model is then as it is.
 Columns: milliseconds a step (median), the peak that `T.step_memory` says, what the allocator gave (with `--graph` what
 a replay uses and the state), and for budgets: time over that of the best list, and bytes over the budget.
 """
@@ -49,8 +50,10 @@ LISTS: dict[str, Callable[[nn.Module, Shape], nn.Module]] = {
 }
 
 
-def measured(change: Callable[[nn.Module], nn.Module], shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
-    """Of a model that is changed so: milliseconds, bytes, losses, and what was chosen."""
+def measured(
+    change: Callable[[nn.Module], nn.Module], shape: Shape, args: argparse.Namespace, predict: bool = True
+) -> dict[str, Any]:
+    """Of a model that is changed so: milliseconds, bytes, losses, and what was chosen (whose peak is then known)."""
     cuda = args.device == "cuda"
     gc.collect()
     before = 0
@@ -66,7 +69,7 @@ def measured(change: Callable[[nn.Module], nn.Module], shape: Shape, args: argpa
     draw = torch.Generator().manual_seed(0)
     size = (args.steps + 4, shape.batch, shape.seq + 1)
     data = torch.randint(0, shape.vocab, size, generator=draw).to(args.device)
-    predicted = T.step_memory(forward_backward, state, data[0]).peak
+    listed = T.step_memory(forward_backward, state, data[0]).peak if predict else 0
 
     def train_step(state: fsdp.State, tokens: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
         state, loss = forward_backward(state, tokens)
@@ -84,13 +87,15 @@ def measured(change: Callable[[nn.Module], nn.Module], shape: Shape, args: argpa
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begun)
         losses.append(float(loss))
-    found = {"ms": 1e3 * statistics.median(times[4:]), "predicted": predicted, "losses": losses}
+    choice = forward_backward.choice
+    found: dict[str, Any] = {"ms": 1e3 * statistics.median(times[4:]), "losses": losses}
+    found["predicted"] = listed if choice is None else choice.peak
     if cuda:
         found["peak"] = torch.cuda.max_memory_allocated() - before
     if args.graph:
         found["peak"] = torch.cuda.memory_allocated() - before + max(graph.peak for graph in step.graphs.values())
-    if forward_backward.choice is not None:
-        found["chosen"] = repr(forward_backward.choice)
+    if choice is not None:
+        found |= {"chosen": repr(choice), "choosing": times[0]}
     return found
 
 
@@ -129,13 +134,17 @@ def main() -> None:
     for name in args.lists:
         keep(name, measured(lambda model, name=name: LISTS[name](model, shape), shape, args))  # type: ignore[misc]
     lists = dict(rows)
+    last = lists["none"]["predicted"] if "none" in lists else 0
     for name, given in sorted(lists.items(), key=lambda item: -item[1]["predicted"]):
         budget = given["predicted"]
+        if 0.99 * last < budget <= last:
+            continue
+        last = budget
         beside = min((one for one in lists if lists[one]["predicted"] <= budget), key=lambda one: lists[one]["ms"])
-        found = measured(lambda model, budget=budget: T.budget(model, budget), shape, args)  # type: ignore[misc]
+        found = measured(lambda model, budget=budget: T.budget(model, budget), shape, args, False)  # type: ignore[misc]
         found |= {"beside": beside, "ratio": found["ms"] / lists[beside]["ms"], "budget": budget}
         found["over"] = max(found["predicted"], found.get("peak", 0)) - budget
-        print(found.get("chosen", ""), flush=True)
+        print(f"{found['chosen']}\nfirst step {found['choosing']:.1f} s", flush=True)
         keep(f"budget: {name}", found)
     ratios = [found["ratio"] for found in rows.values() if "ratio" in found]
     print(f"time over the best list's at no larger a peak: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
