@@ -251,7 +251,9 @@ def cut(model: nn.Module, tp: Any) -> nn.Module:
     return model
 
 
-def theirs(c: Config, axes: dict[str, int], steps: int, compute: torch.dtype | None = None) -> Found:
+def theirs(
+    c: Config, axes: dict[str, int], steps: int, compute: torch.dtype | None = None, compiled: bool = False
+) -> Found:
     """By FSDP2 over "data", and parallelize_module over "tp"."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -263,6 +265,8 @@ def theirs(c: Config, axes: dict[str, int], steps: int, compute: torch.dtype | N
         model = cut(make(c), tp)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute) if compute else MixedPrecisionPolicy()
     for layer in model.layers:  # type: ignore[union-attr]
+        if compiled:
+            layer.compile()
         fully_shard(layer, mesh=mesh["data"], mp_policy=policy)
     fully_shard(model, mesh=mesh["data"], mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device.type == "cuda", weight_decay=0.01)

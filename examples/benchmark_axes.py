@@ -6,11 +6,12 @@
 
 | row                        | what it is                                                                            |
 |----------------------------|---------------------------------------------------------------------------------------|
-| FSDP2 + parallelize_module | `fully_shard` of each layer and of the model, which torchtitan's plan has cut         |
+| FSDP2 + parallelize_module | `fully_shard` of each layer and of the model, which torchtitan's plan has cut; also   |
+|                            | ", compiled": with `layer.compile()`                                                  |
 | DTensors                   | this package, of the module that the same plan has cut                                |
 | DTensors, graph            | the same, a step as a CUDA graph                                                      |
 | collectives                | this package, of a module that calls `T.collectives`: `Spec(own=)`                    |
-| collectives, graph         | the same, a step as a CUDA graph                                                      |
+| collectives, graph         | the same, a step as a CUDA graph; also ", compiled": with compiled layers             |
 
 Rows take turns, `--rounds` times, each in processes that have nothing else on the GPU. Of a row the table has the
 median of the rounds, and in brackets the least and the most; and the most bytes that any rank had allocated.
@@ -34,9 +35,11 @@ SIZES = {
     "8b": llama.Config(width=4096, heads=32, hidden=14336, depth=32, vocab=128256, length=2048, rows=1),
 }
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
-    "FSDP2 + parallelize_module": ("theirs", {}), "DTensors": ("dtensors", {}),
+    "FSDP2 + parallelize_module": ("theirs", {}),
+    "FSDP2 + parallelize_module, compiled": ("theirs", {"compiled": True}), "DTensors": ("dtensors", {}),
     "DTensors, graph": ("dtensors", {"graph": True}), "collectives": ("ours", {}),
     "collectives, graph": ("ours", {"graph": True}),
+    "collectives, graph, compiled": ("ours", {"graph": True, "compiled": "units"}),
 }  # fmt: skip
 
 
@@ -59,11 +62,12 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="of a row in a round; the first third is not measured")
-    parser.add_argument("--rows", default="", help="those that begin so, by commas; all that can be")
+    parser.add_argument("--rows", default="", help="those that begin so, by semicolons; all that can be")
     args = parser.parse_args()
     size, axes = args.size if args.full else "small", {"data": args.data, "tp": args.tp}
-    wanted = tuple(args.rows.split(","))
-    rows = [row for row in ROWS if row.startswith(wanted) and (args.full or "graph" not in row)]
+    wanted = tuple(args.rows.split(";"))
+    small = ("FSDP2 + parallelize_module", "DTensors", "collectives")
+    rows = [row for row in ROWS if row.startswith(wanted) and (args.full or row in small or args.rows)]
     rounds, steps = (args.rounds, args.steps) if args.full else (1, 3)
     compute = torch.bfloat16 if args.full else None
     found: dict[str, list[Any]] = {row: [] for row in rows}
@@ -71,13 +75,13 @@ def main() -> None:
         for row in rows:
             found[row].append(fsdp.launch(run, (row, size, axes, steps, compute), nprocs=args.data * args.tp))
     print(f"{size}, {axes}, {torch.cuda.get_device_name() if args.full else 'CPU'}, torch {torch.__version__}")
-    print(f"{'':28}{'ms':>9}{'':18}{'GiB':>8}  losses, first and last")
+    print(f"{'':36}{'ms':>9}{'':18}{'GiB':>8}  losses, first and last")
     for row, some in found.items():
         times = [max(one.seconds for one in ranks) * 1e3 for ranks in some]
         peak = max(one.peak for ranks in some for one in ranks) / 2**30
         around = f"({min(times):.1f} - {max(times):.1f})"
         losses = some[0][0].losses
-        print(f"{row:28}{statistics.median(times):9.1f} {around:17}{peak:8.2f}  {losses[0]:.4f} {losses[-1]:.4f}")
+        print(f"{row:36}{statistics.median(times):9.1f} {around:17}{peak:8.2f}  {losses[0]:.4f} {losses[-1]:.4f}")
 
 
 if __name__ == "__main__":
