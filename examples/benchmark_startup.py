@@ -23,8 +23,8 @@ left. Rows that shared a process would mislead: who comes second finds a warm ca
 | whole         | from the start of the process to the end of the sixth step                       |
 
 Below each row stands where the seconds of `sixth` went, by `T.startup`; the same columns in CPU seconds of rank 0 and
-its compilers, which a busy machine does not change; and events: modules imported, and by torch's own counters graphs
-that Dynamo traced, that AOTAutograd and Inductor made, and that came from a cache.
+its compilers, which a busy machine does not change; events: modules imported, and by torch's own counters graphs that
+Dynamo traced, that AOTAutograd and Inductor made, and that came from a cache; and of which packages those modules are.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ import sys  # noqa: E402
 import tempfile  # noqa: E402
 import warnings  # noqa: E402
 from argparse import Namespace  # noqa: E402
+from collections import Counter  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -139,11 +140,17 @@ def cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def events(before: int) -> dict[str, int]:
+def late(before: set[str]) -> dict[str, int]:
+    """Of which packages most modules were imported since."""
+    found = Counter(".".join(name.split(".")[:2]) for name in sys.modules if name not in before)
+    return dict(found.most_common(12))
+
+
+def events(before: set[str]) -> dict[str, int]:
     """How often what takes long was done, by torch's counters."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     counters: Any = dynamo.counters if dynamo is not None else {}
-    found = {"modules": len(sys.modules) - before}
+    found = {"modules": len(sys.modules) - len(before)}
     for name, kind, keys in (
         ("graphs", "stats", ("unique_graphs",)),
         ("AOT graphs", "aot_autograd", ("total",)),
@@ -192,7 +199,7 @@ def worker(args: Namespace) -> None:
 
     begin = time.time()
     last[:] = begin, cpu_seconds()
-    imported = len(sys.modules)
+    imported = set(sys.modules)
     sizes = SIZES[args.size] | ({"num_hidden_layers": args.layers} if args.layers else {})
     transformers.AttentionInterface.register("causal", sdpa_attention_forward)  # which needs no mask on the host
     config = transformers.LlamaConfig(**sizes, use_cache=False, attn_implementation="causal")  # type: ignore[call-arg]
@@ -216,7 +223,7 @@ def worker(args: Namespace) -> None:
     assert loss is not None
     if dist.get_rank() == 0:
         found = {"seconds": seconds, "parts": report.seconds, "cpu": cpu, "events": events(imported)}
-        found["loss"] = loss.item()
+        found |= {"loss": loss.item(), "late": late(imported)}
         print("RESULT " + json.dumps(found), flush=True)
     del step  # NCCL waits for graphs that hold its collectives when groups are destroyed
     gc.collect()
@@ -265,7 +272,7 @@ def main() -> None:
                     for which in ("parts", "cpu"):
                         said = "  ".join(f"{name} {value:.2f}" for name, value in result[which].items())
                         print(f"       {which:6} {said}", flush=True)
-                    print(f"       events {result['events']}", flush=True)
+                    print(f"       events {result['events']}\n       late   {result['late']}", flush=True)
     columns = [*next(iter(found.values()))[0]["seconds"]]
     print(f"\n| row | caches | {' | '.join(columns)} |\n|---|---|{'---:|' * len(columns)}")
     middle = {

@@ -306,6 +306,9 @@ def import_late() -> None:
         import_module(f"{LATE[-1]}.{found.name}")
     common = import_module("torch._inductor.codegen.common")
     getattr(common, "init_backend_registration", lambda: None)()  # code of each kind of device
+    getattr(
+        import_module("torch._inductor.codecache"), "torch_key", lambda: None
+    )()  # of caches: a hash of all its files
 
 
 def start_compilers() -> None:
