@@ -110,11 +110,43 @@ def grid() -> Any:
 def test_a_grid_has_forty_settings_and_says_what_the_choice_costs() -> None:
     cases = grid().grid(False)
     assert len({*cases}) == 40
-    choice = grid().Case(graph=True, said="tune's choice: zero3")
+    assert {case.prefetch for case in cases[:12]} == {1}
+    choice, small = (grid().Case(graph=True, said=f"tune's choice: {name}") for name in ("zero3", "recomputed"))
     rows = [(choice, 12.0, 100.0), (cases[0], 10.0, 100.0), (cases[1], 9.0, 300.0), (choice, 11.0, 100.0)]
-    said = grid().beside_choice(rows, choice, 200)
-    assert "choice / best: 1.100, of 3 settings; best: zero3, graph" in said
-    assert "| zero3, graph, recomputed | 9.0 | 0 | over the budget |" in said
+    said = grid().beside_choices(rows, {choice: 2 << 30, small: 50})
+    assert (
+        "2.0 GiB a rank: choice / best 1.222, rank 3 of 3 that fit, 2 faster by more than 3 %; best: zero3, g" in said
+    )
+    assert "0.0 GiB a rank: the choice was not measured, or is over the budget" in said
+    assert "| zero3, graph, recomputed | 9.00 | 0 |" in said
+    said = grid().beside_choices([*rows, (small, 20.0, 40.0), (cases[2], 19.0, 50.0)], {choice: 200, small: 50})
+    assert "choice / best 1.100, rank 2 of 3 that fit, 1 faster by more than 3 %; best: zero3, graph" in said
+    assert "choice / best 1.053, rank 2 of 2 that fit, 1 faster" in said
+
+
+def test_a_step_is_cut_into_what_the_bound_does_and_what_it_does_not() -> None:
+    import benchmark_gap as gap
+
+    def events(*some: tuple[str, float, float]) -> list[Any]:
+        return [gap.Event(name, gap.kind_of(name), begin, end) for name, begin, end in some]
+
+    bound = events(("nvjet_hsh", 0, 10), ("flash_fwd", 10, 15), ("multi_tensor_apply_kernel<FusedAdam>", 15, 17))
+    here = events(
+        ("nvjet_hsh", 0, 12), ("Memcpy PtoP", 1, 11), ("flash_fwd", 13, 18), ("FusedAdam", 17, 20), ("Memset", 21, 22),
+        ("ncclDevKernel", 10, 12.5),
+    )  # fmt: skip
+    parts = gap.in_parts(here, 1)
+    assert parts["compute"] == 17
+    assert parts["alone: update"] == 2
+    assert parts["alone: other copies"] == 1
+    assert parts["alone: copies between GPUs"] == 0.5
+    assert parts["idle"] == 1.5
+    assert sum(parts.values()) == 22
+    assert gap.in_parts(bound, 1)["idle"] == 0
+    assert gap.by_kind(here, 2)["update"] == [0.5, 1.5, 0.5]
+    more = gap.slowed(here, bound, 1)
+    assert more["matrix products, beside copies between GPUs"] == [1, 10, 2]
+    assert more["attention, beside mostly nothing"] == [1, 5, 0]
 
 
 def test_the_ways_of_a_choice_are_those_of_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
