@@ -16,6 +16,7 @@ from .._common.device import make_fakes_safe_in_threads
 from .._common.objects import contents_of
 from .._common.torch_names import c10d
 from .._io.pending import settled
+from .._runtime.runtime import any_failed
 from .._simulate import turns
 from .._simulate.own import Own, Stream
 from .._simulate.turns import Fault, Rank, Turns
@@ -100,10 +101,10 @@ class SimulatedPool(Pool):
             for kind in ("stdout", "stderr"):
                 to = getattr(sys, kind)
                 rank.own.places[sys, kind] = Stream(to, rank.number) if rank.number else to
-        self.idle = False
+        self.idle = self.spoilt = False
         del self.drop[: len(call.drop)]
         self.turns.run(lambda rank: self._serve(rank, call), struck, Own.of_the_caller(self.ranks[0].own))
-        self.idle = self.alive()
+        self.idle = self.alive() and not self.spoilt
         try:
             return self._found(name, struck)
         finally:
@@ -121,6 +122,7 @@ class SimulatedPool(Pool):
             result = fn(*args, **kwargs)
         finally:
             settled()
+            self.spoilt = self.spoilt or any_failed()
         return keep(call.number, result) if call.keep else result
 
     def _found(self, name: str, struck: list[int]) -> list[Any]:

@@ -44,6 +44,7 @@ Trees = dict[str, Tree]
 FORM = "form"
 PLAIN = (type(None), str, torch.dtype, torch.device, torch.Size)
 FLOPS = 256  # that cost as much as an element that travels
+SMALL = 1e-5  # of weights that are under a threshold
 CHANGES = 6  # the step of a trial from which on a learning rate that is scheduled is another one
 
 
@@ -417,6 +418,7 @@ class WholeLeaves(UpdatesSome):
                 continue
             ran = True
             done.add(shape)
+            self._refuse_by_values(label, shape, dtype, forms)
             if not torch.equal(wanted, self._run(label, shape, dtype, forms)):
                 raise SpecError(
                     f"{name_of(self.cls)}: a new instance that is given the class's own state goes on otherwise than "
@@ -425,6 +427,24 @@ class WholeLeaves(UpdatesSome):
                 )
         if not ran:
             raise refusal
+
+    def _refuse_by_values(self, label: str, shape: tuple[int, ...], dtype: torch.dtype, forms: list[Form]) -> None:
+        """Refuse a class that keeps more, or less, of a leaf by the values in it, as those under a threshold."""
+        param = torch.nn.Parameter(SMALL * numbers_like(shape, 1).to(dtype))
+        optimizer, fresh = self._made(label, [param], [None])
+        for step in range(3):
+            hand_over(param, numbers_like(shape, 2 + step).to(dtype))
+            try:
+                optimizer.step()
+            except Exception:
+                return  # a real step says so
+            form, _ = self._taken(label, optimizer, param, fresh, False)
+            if form not in forms:
+                raise SpecError(
+                    f"{name_of(self.cls)}: what it keeps of a leaf of shape {list(shape)} has another structure where "
+                    f"weights are small: {[slot.name for slot in form.slots]}. What a State has goes by the shape, not "
+                    "by values. Write an (init, update) pair."
+                )
 
     def _run(
         self, label: str, shape: tuple[int, ...], dtype: torch.dtype, forms: list[Form] | None, leaves: int = 1,

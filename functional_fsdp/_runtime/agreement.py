@@ -415,6 +415,8 @@ class Agreement:
 
     def lose(self, why: str, tell: bool = True) -> None:
         """The communicators are of no more use."""
+        if tell and self.size == 1:  # nobody waits
+            return
         first = not self.failed
         self.failed = self.failed or why
         self.epoch += 1

@@ -828,6 +828,47 @@ def test_what_no_state_can_hold_is_found_for_each_shape() -> None:
         fsdp.from_torch(Hidden, by="all")
 
 
+class OfSmall(ByParameter):
+    """Keeps as many numbers as there are weights under a threshold."""
+
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        if "of" not in s:
+            s["of"] = p.abs() < 1e-3
+            s["mean"] = torch.zeros_like(p[s["of"]])
+        s["mean"].add_(g[s["of"]])
+        p[s["of"]] -= group["lr"] * s["mean"]
+
+
+@pytest.mark.parametrize("by", [None, "all"])
+def test_a_state_whose_structure_goes_by_values_is_refused_at_once(by: Any) -> None:
+    with pytest.raises(SpecError, match=r"another structure where weights are small: \['of', 'mean'\]"):
+        fsdp.from_torch(OfSmall, by=by)
+
+
+class EndsBadly(ByParameter):
+    """Takes no gradient of a hundred or more."""
+
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        if s.setdefault("largest", g.abs().amax()) == 100:
+            raise RuntimeError("a hundred")
+        p.sub_(group["lr"] * g)
+
+
+def stepped_by(optimizer: Any, grad: float) -> float:
+    state = fsdp.shard({"w": torch.ones(2, 2)}, Spec(fsdp.local_mesh()), optimizer)
+    return float(fsdp.full_params(fsdp.step(fsdp.reduce(state, {"w": torch.full((2, 2), grad)})))["w"].sum())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_owner_whose_class_raises_says_what_and_the_next_call_works(ranks: int) -> None:
+    optimizer = fsdp.from_torch(EndsBadly)
+    with pytest.raises(
+        fsdp.LaunchError, match=r"TreeError: from_torch\(EndsBadly\): raised RuntimeError .*: a hundred"
+    ):
+        fsdp.launch(stepped_by, (optimizer, 100.0), nprocs=ranks, simulate=True)
+    assert fsdp.launch(stepped_by, (optimizer, 10.0), nprocs=ranks, simulate=True) == [0.0] * ranks
+
+
 class FromFirstRate(torch.optim.SGD):
     """Takes the first rate in its constructor."""
 
