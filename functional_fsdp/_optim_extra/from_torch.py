@@ -50,8 +50,8 @@ from .whole import WholeLeaves, first_of
 __all__ = ["FromTorch", "Scout", "from_torch"]
 
 SIZE = 6
-EVERY = 16
-PROVES = 1024  # checks, which take about as long as that proof
+EVERY = 64
+PROVES = 32  # checks, which take about as long as that proof, but for the first one in a process
 ANY = "any rate"
 Sequences = set[tuple[str, ...]]
 Tensors = list[torch.Tensor]
@@ -268,9 +268,11 @@ class FromTorch(UpdatesSome):
                     new = no_counts(buffer, first.dtype or torch.float32)
                 else:
                     new = buffer.but(zeros_as(buffer.local, first.dtype))
-                parts = new.local.unbind() if first.number else _parts(new)
                 opt.setdefault(what, {})[name] = new
-                for part, weights, of in zip(parts, _parts(buffer), kept, strict=False):
+                if new.local.is_meta:
+                    continue
+                weights_of, parts = _columns([buffer, new], buffer.span())
+                for part, weights, of in zip(parts, weights_of, kept, strict=False):
                     value = of[what].value if what in of else 0.0
                     part.copy_(weights) if value is None else part.fill_(value)
         return opt
@@ -286,9 +288,9 @@ class FromTorch(UpdatesSome):
             names = tuple([what for what, tree in opt.items() if name in tree])
             numbers = any(opt[what][name].bucket.by_leaf for what in names)
             some = given.get(name)
-            buffers = [main[name], grads[name], *[opt[what][name] for what in names]]
-            views = [one.local.unbind() if one.bucket.by_leaf else _parts(one) for one in buffers]
-            for label, which in _taking(buffer.bucket, *buffer.span(), numbers, some and tuple(some)):
+            span = buffer.span()
+            views = _columns([buffer, grads[name], *[opt[what][name] for what in names]], span)
+            for label, which in _taking(buffer.bucket, *span, numbers, some and tuple(some)):
                 lists = calls.setdefault((label, names), [[] for _ in views])
                 for tensors, column in zip(lists, views, strict=True):
                     tensors += column if len(which) == len(column) else [column[i] for i in which]
@@ -366,18 +368,28 @@ def _which(
 _taking = traced_as(_which)(lru_cache(maxsize=65536)(_which))  # the same, found once
 
 
-def _views(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
-    return [local for _, _, local in leaf_shards(buffer)]
+def _views(buffers: Sequence[FlatBuffer], span: tuple[int, int]) -> list[Sequence[torch.Tensor]]:
+    return [
+        one.local.unbind() if one.bucket.by_leaf else [local for _, _, local in leaf_shards(one)] for one in buffers
+    ]
 
 
 @traced_as(_views)
-def _parts(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
-    """This rank's part of each leaf, flat, by one call. None of a buffer that has shapes only."""
-    if buffer.local.is_meta:
-        return []
-    sizes, which = _cuts(buffer.bucket, *buffer.span())
-    pieces = buffer.local.split_with_sizes(sizes)
-    return [pieces[i] for i in which]
+def _columns(buffers: Sequence[FlatBuffer], span: tuple[int, int]) -> list[Sequence[torch.Tensor]]:
+    """Of buffers that hold the same elements of a bucket: this rank's part of each leaf, flat, by one call for each
+    buffer. Of numbers each leaf's.
+
+    span: the elements of the first one, of leaves.
+    """
+    sizes, which = _cuts(buffers[0].bucket, *span)
+    found: list[Sequence[torch.Tensor]] = []
+    for one in buffers:
+        if one.bucket.by_leaf:
+            found.append(one.local.unbind())
+        else:
+            pieces = one.local.split_with_sizes(sizes)
+            found.append([pieces[i] for i in which])
+    return found
 
 
 @lru_cache(maxsize=65536)
@@ -460,12 +472,12 @@ def from_torch(cls: type, *, by: str | None = None, **options: Any) -> FromTorch
     What is checked as it runs. Elementwise: before each step the class takes it on two leaves of six numbers, with
     the real counts, rate, dtype and device. A sequence of operations that was not met before is observed as above; if
     it is not elementwise the step is refused, and nothing has changed. This costs 0.3 to 0.8 ms of a CPU. It is done
-    in one step of sixteen where Python reads no count, and the rate stays; and, from the 1,025th step on, where it
-    takes no branch by counts and rates, as AdamW. That is proved once, with symbols in the place of these numbers: what
-    compares one, or takes it out of torch's arithmetic (`math.sqrt`), is not proved, and is checked in each step.
-    Replays of a CUDA graph run no Python, so nothing is checked there; in a compiled step it is. The other
-    ways: that the state has a structure that was seen before. A class that couples leaves only where one of them has
-    no gradient, as heavyball's do while leaves begin, is refused in the step in which one has none.
+    in one step of 64 where Python reads no count, and the rate stays; and, after 32 steps, where it takes no branch by
+    counts and rates, as AdamW. That is proved once, with symbols in the place of these numbers: what compares one, or
+    takes it out of torch's arithmetic (`math.sqrt`), is not proved, and is checked in each step. Replays of
+    a CUDA graph run no Python, so nothing is checked there; in a compiled step it is. The other ways: that the state
+    has a structure that was seen before. A class that couples leaves only where one of them has no gradient, as
+    heavyball's do while leaves begin, is refused in the step in which one has none.
 
     Each step has a new instance of the class, which is given what the State keeps. So an older State may be stepped
     again, and checkpoints, skipped steps and `redistribute` need nothing of it. It costs a constructor. By whole leaves

@@ -733,7 +733,7 @@ def test_what_python_cannot_see_is_checked_now_and_then() -> None:
         looks.append(name)
         return real(*args)
 
-    with mock.patch.object(from_torch, "_scouts", counted):
+    with mock.patch.object(from_torch, "_scouts", counted), mock.patch.object(from_torch, "PROVES", 100):
         for optimizer in (
             fsdp.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9), fsdp.from_torch(torch.optim.RAdam, lr=0.1),
             fsdp.from_torch(torch.optim.Adagrad, lr=lambda count: 0.1 / (1 + count)),
