@@ -24,7 +24,19 @@ from torch.utils.flop_counter import flop_registry
 
 from .._common.torch_names import TorchDispatchMode, pytree
 
-__all__ = ["HOST_READS", "ORDER", "Finding", "Observed", "Watch", "Work", "beside", "numbers_like", "observed", "same"]
+__all__ = [
+    "HOST_READS",
+    "ORDER",
+    "Finding",
+    "Observed",
+    "Watch",
+    "Work",
+    "beside",
+    "give_names",
+    "numbers_like",
+    "observed",
+    "same",
+]
 
 ORDER = ("elementwise", "leaf", "all", "random")
 SHAPES = ((6, 8), (4, 3, 2, 2), (7,), (64, 72), (16, 24), (1, 5))
@@ -243,6 +255,31 @@ class Reads(TorchFunctionMode):
             self.watch.findings["leaf"] = Finding("leaf", f"Python reads {READS[name]} of a leaf", _place(frame))
 
 
+class Named(list[str]):
+    """Names of leaves, which say that they are read."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[], Any]) -> None:
+        super().__init__(names)
+        self.read = read
+
+    def __iter__(self) -> Iterator[str]:
+        self.read()
+        return super().__iter__()
+
+    def __getitem__(self, which: Any) -> Any:
+        self.read()
+        return super().__getitem__(which)
+
+
+def give_names(optimizer: Any, names: Iterable[str], read: Callable[[], Any]) -> None:
+    """Name an instance's leaves, where those have them that torch's own got as `model.named_parameters()`.
+
+    read: called where the class reads them.
+    """
+    if len(optimizer.param_groups) == 1:
+        optimizer.param_groups[0]["param_names"] = Named(names, read)
+
+
 class Work(TorchDispatchMode):
     """Floating-point operations of products, as torch counts them, and of factorizations, by their largest term."""
 
@@ -296,6 +333,7 @@ def _observed(
     params = _weights(shapes, dtype)
     watch = Watch([p.numel() for p in params])
     optimizer = make(params)
+    give_names(optimizer, map(str, range(len(params))), lambda: watch.note("leaf", "Python reads the name of a leaf"))
     before = beside(optimizer)
     for i, param in enumerate(params):  # what the constructor made
         for one in [v for v in optimizer.state.get(param, {}).values() if isinstance(v, torch.Tensor)]:
@@ -358,6 +396,7 @@ def _apart(
     for i, wanted in enumerate(together):
         param, other = _weights(shapes, dtype)[i], _weights(shapes, dtype)[i]
         optimizer = make([param, other] if i in lacks else [param])
+        give_names(optimizer, [str(i), "another"][: 1 + (i in lacks)], lambda: None)
         for step in range(steps):
             grad = _gradients(step, shapes, dtype, lacks)[i]
             hand_over(param, grad)
@@ -397,7 +436,7 @@ def _gradients(step: int, shapes: Shapes, dtype: torch.dtype, lacks: Mapping[int
 
 def beside(optimizer: Any) -> dict[str, Any]:
     """What an instance keeps beside the state of its parameters, by name."""
-    found = {f"group.{k}": v for k, v in optimizer.param_groups[0].items() if k not in ("params", "lr")}
+    found = {f"group.{k}": v for k, v in optimizer.param_groups[0].items() if k not in ("params", "lr", "param_names")}
     own = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "defaults")}
     known = ("_optimizer_", "_zero_grad", "_patch", "_warned", "_opt_called", "_need_device_dtype_check_for_fused")
     found |= {f"self.{k}": v for k, v in own.items() if not k.startswith(known) and _simple(v)}

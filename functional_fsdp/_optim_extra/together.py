@@ -60,7 +60,8 @@ class AllLeaves(WholeLeaves):
         for leaves, place, late in ((1, 0, -1), *((2, place, late) for place in (0, 1) for late in (-1, 0, 1))):
             params = [torch.nn.Parameter(numbers_like(shape, 1 + i).to(dtype)) for i in range(leaves)]
             try:
-                optimizer, fresh = self._made(label, params, [None] * leaves)
+                names = [path if i == place else f"another {i}" for i in range(leaves)]
+                optimizer, fresh = self._made(label, params, [None] * leaves, names)
                 for step in range(12 if math.prod(shape) <= 1 << 16 else 4):
                     for i, param in enumerate(params):
                         lacks = step < 3 and i == late

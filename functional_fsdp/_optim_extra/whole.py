@@ -36,7 +36,7 @@ from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer
 from .owners import Given, Homes, Moves, Owners, Part, back, cut, find_owners, homes, ordered, there
 from .probe import hand_over, made, name_of
-from .prove import Work, beside, numbers_like, same
+from .prove import Work, beside, give_names, numbers_like, same
 
 __all__ = ["Job", "LeafStates", "WholeLeaves", "first_of"]
 
@@ -251,6 +251,11 @@ class WholeLeaves(UpdatesSome):
         return {}
 
     @cached_property
+    def _by_name(self) -> set[str]:
+        """Labels of leaves whose names the class reads."""
+        return set()
+
+    @cached_property
     def _moving(self) -> dict[str, frozenset[str]]:
         return {}
 
@@ -268,25 +273,28 @@ class WholeLeaves(UpdatesSome):
             return options | {"lr": first_of(lr)}, lr
         return options, None
 
-    def _made(self, label: str, params: Sequence[torch.Tensor], held: Sequence[Held | None]) -> tuple[Any, Any]:
+    def _made(
+        self, label: str, params: Sequence[torch.Tensor], held: Sequence[Held | None], names: Sequence[str]
+    ) -> tuple[Any, Any]:
         """An instance with what it kept of its leaves; and what it has beside, as constructed."""
         optimizer = made(self.cls, params, self._options(label)[0])
+        give_names(optimizer, names, lambda: self._by_name.add(label))
         fresh = beside(optimizer)
         for param, one in zip(params, held, strict=True):
             if one is not None:
                 self._filled(optimizer, param, *one)
         return optimizer, fresh
 
-    def _one_made(self, label: str, param: torch.Tensor, held: Held | None, lacks: bool) -> tuple[Any, Any]:
+    def _one_made(self, label: str, param: torch.Tensor, held: Held | None, name: str, lacks: bool) -> tuple[Any, Any]:
         """An instance with one leaf.
 
         lacks: the leaf has no gradient. Then there is another one, which has: what an instance counts, it counts.
         """
         if not lacks:
-            return self._made(label, [param], [held])
+            return self._made(label, [param], [held], [name])
         other = torch.nn.Parameter(param.detach().clone())
         hand_over(other, torch.zeros_like(param))
-        return self._made(label, [param, other], [held, None])
+        return self._made(label, [param, other], [held, None], [name, "another"])
 
     def _stepped(self, label: str, optimizer: Any, count: torch.Tensor, what: str) -> None:
         """One step of an instance, at the rate of this count. what: which leaves it has, for an error."""
@@ -364,7 +372,7 @@ class WholeLeaves(UpdatesSome):
 
     def forms(self, leaf: Leaf, dtype: torch.dtype) -> list[Form]:
         """What the class keeps of a leaf, in the order in which it comes to that, from some steps on numbers."""
-        key = (leaf.label, leaf.shape, dtype)
+        key = (leaf.label, leaf.shape, dtype, leaf.path if leaf.label in self._by_name else "")
         if key not in self._forms:
             with torch.device("cpu"), torch.inference_mode(False):
                 self._forms[key] = self._tried(leaf.label, leaf.shape, dtype, leaf.path)
@@ -379,7 +387,7 @@ class WholeLeaves(UpdatesSome):
                 held: Held | None = None
                 for step in range(12 if param.numel() <= 1 << 16 else 4):
                     lacks = step < late
-                    optimizer, fresh = self._one_made(label, param, held, lacks)
+                    optimizer, fresh = self._one_made(label, param, held, path, lacks)
                     if not lacks:
                         hand_over(param, numbers_like(shape, 2 + step).to(dtype))
                     with work:
@@ -431,7 +439,7 @@ class WholeLeaves(UpdatesSome):
     def _refuse_by_values(self, label: str, shape: tuple[int, ...], dtype: torch.dtype, forms: list[Form]) -> None:
         """Refuse a class that keeps more, or less, of a leaf by the values in it, as those under a threshold."""
         param = torch.nn.Parameter(SMALL * numbers_like(shape, 1).to(dtype))
-        optimizer, fresh = self._made(label, [param], [None])
+        optimizer, fresh = self._made(label, [param], [None], ["a leaf"])
         for step in range(3):
             hand_over(param, numbers_like(shape, 2 + step).to(dtype))
             try:
@@ -456,7 +464,8 @@ class WholeLeaves(UpdatesSome):
         instance may have kept the one from before.
         """
         params: list[torch.Tensor] = [torch.nn.Parameter(numbers_like(shape, 3 + i).to(dtype)) for i in range(leaves)]
-        optimizer, fresh = self._made(label, params, [None] * leaves)
+        names = ["a leaf", *map(str, range(1, leaves))]
+        optimizer, fresh = self._made(label, params, [None] * leaves, names)
         options, rate = self._options(label)
         for step in range(13):
             if rate is not None and step >= CHANGES:
@@ -479,7 +488,7 @@ class WholeLeaves(UpdatesSome):
                 if any(form not in forms for form, _ in held):
                     break
                 params = [torch.nn.Parameter(param.detach().clone()) for param in params]
-                optimizer, fresh = self._made(label, params, held)
+                optimizer, fresh = self._made(label, params, held, names)
         return torch.stack([param.detach() for param in params])
 
     # ---- what is kept
@@ -600,9 +609,9 @@ class WholeLeaves(UpdatesSome):
             held = [self._held_by(job) for job in jobs]
         with torch.inference_mode(False):
             if alone:
-                optimizer, fresh = self._one_made(label, params[0], held[0], jobs[0].grad is None)
+                optimizer, fresh = self._one_made(label, params[0], held[0], first.path, jobs[0].grad is None)
             else:
-                optimizer, fresh = self._made(label, params, held)
+                optimizer, fresh = self._made(label, params, held, [job.leaf.path for job in jobs])
             for job, param in zip(jobs, params, strict=True):
                 if job.grad is not None:
                     hand_over(param, job.grad.to(job.dtype).view(job.leaf.shape))

@@ -373,12 +373,27 @@ class Inner(ByParameter):
         p.sub_(group["lr"] * (g.sign() if self.inner["turn"] % 3 == 0 else g))
 
 
+class ByName(ByParameter):
+    """As torch's own, it may be given names: by them it keeps a moment or none."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        for name, p in zip(group["param_names"], group["params"], strict=True):
+            if p.grad is not None:
+                if name.endswith("w"):
+                    p.sub_(self.state[p].setdefault("moment", torch.zeros_like(p)).mul_(0.9).add_(p.grad))
+                else:
+                    p.sub_(group["lr"] * p.grad)
+
+
 HABITS = {
     Inner: "it keeps 'self.inner' beside the state of parameters",
     ByNorm: "linalg_vector_norm is not elementwise", InTheGroup: "it keeps 'group.k' beside the state of parameters",
     ByDims: "Python reads the number of dims of a leaf", BySize: "Python reads the number of elements of a leaf",
     SlowCopy: "what it keeps begins neither as one number nor", Nested: "Python reads the number of elements of a leaf",
-    Rows: "Python reads the number of dims of a leaf", ReadsValues: "sum is not elementwise",
+    Rows: "Python reads the number of dims of a leaf", ByName: "Python reads the name of a leaf",
+    ReadsValues: "sum is not elementwise",
 }  # fmt: skip
 
 
@@ -393,7 +408,7 @@ def whole_leaves(folder: str) -> list[str]:
 
     for cls in [*HABITS][:: 1 if FULL else 2]:
         params = {name: torch.nn.Parameter(p) for name, p in tree(0).items()}
-        own = cls(params.values())
+        own = cls(params.items())
         optimizer = fsdp.from_torch(cls)
         state = fsdp.shard(tree(0), spec("zero3"), optimizer)
         for step in range(9):
