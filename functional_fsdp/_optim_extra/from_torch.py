@@ -117,7 +117,7 @@ class Scout:
         if self.turn % EVERY and self.blind.get(place) in ((rate, len(states)), (ANY, len(states))):
             return
         chosen = [states[(self.turn + i) % len(states)] for i in range(min(2, len(states)))]
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             names = Names()
             driven(self.cls, options, *_scouts(known, like, chosen), lr, names)
             proved = self.proved.setdefault(place, set())

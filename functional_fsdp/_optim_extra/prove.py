@@ -367,7 +367,8 @@ def _observed(
     if nested and "leaf" not in found:
         found["leaf"] = Finding("leaf", f"its state has {nested[0]!r}, which is neither a tensor nor a number", "")
     if "all" not in found:
-        wrong = _apart(make, hand_over, steps, rates, together, shapes, dtype, lacks)
+        with torch.compiler.set_stance("force_eager"):  # as they were together
+            wrong = _apart(make, hand_over, steps, rates, together, shapes, dtype, lacks)
         if wrong is not None:
             some = ", some of which have no gradient in some steps," if lacks else ""
             why = f"a leaf of shape {list(shapes[wrong])} goes another way beside other leaves{some} than alone"

@@ -21,7 +21,9 @@ import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, Spec, SpecError, TreeError
 from functional_fsdp import transforms as T
 from functional_fsdp._common.record import Collective
-from functional_fsdp._optim_extra import from_torch, probe
+from functional_fsdp._optim_extra import from_torch, probe, prove
+from functional_fsdp._optim_extra.from_torch import FromTorch
+from functional_fsdp._optim_extra.whole import WholeLeaves
 from functional_fsdp._runtime.runtime import Runtime
 
 Tree = dict[str, torch.Tensor]
@@ -395,6 +397,30 @@ HABITS = {
     Rows: "Python reads the number of dims of a leaf", ByName: "Python reads the name of a leaf",
     ReadsValues: "sum is not elementwise",
 }  # fmt: skip
+
+
+class Compiled(ByParameter):
+    """Goes down by what is compiled, which rounds otherwise."""
+
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        p.sub_(torch.compile(self.scaled, backend=self.rounds, fullgraph=True, dynamic=True)(g))
+
+    @staticmethod
+    def scaled(g: Any) -> Any:
+        return 0.1 * g
+
+    @staticmethod
+    def rounds(graph: Any, _: Any) -> Any:
+        return lambda *args: tuple(out * (1 + 1e-12) for out in graph(*args))
+
+
+def test_what_a_class_compiles_is_observed_as_it_is_written() -> None:
+    assert prove.observed(Compiled, probe.hand_over, steps=4).way == "elementwise"
+    (bucket,) = fsdp.make_layout({"w": torch.ones(3)}, Spec({"data": 2})).buckets.values()
+    assert len(WholeLeaves(Compiled, {}).plan([bucket]).owners) == 1
+    state = fsdp.shard({"w": torch.ones(3)}, Spec(fsdp.local_mesh()), FromTorch(Compiled, {}))
+    state = fsdp.step(fsdp.reduce(state, {"w": torch.ones(3)}))
+    assert torch.allclose(fsdp.full_params(state)["w"], torch.full((3,), 0.9))
 
 
 def whole_leaves(folder: str) -> list[str]:
