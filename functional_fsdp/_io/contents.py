@@ -178,7 +178,7 @@ def by_number(
             joined |= some
         return joined, ""
     shapes = [shape_of[k] for k in numbers]
-    names = [*weights]
+    names = [name for name in weights if _may_train(name, weights)]
     ways = [[1] + [0] * len(numbers)]  # [i][k]: in how many ways the first k moments are some of the first i weights
     for name in names:
         last = ways[-1]
@@ -199,6 +199,13 @@ def by_number(
 def steps_from(moments: Moments) -> dict[str, Any]:
     """The counts of steps, taken out of what is kept for each leaf."""
     return {leaf: kept.pop("step") for leaf, kept in moments.items() if "step" in kept}
+
+
+def _may_train(name: str, weights: Mapping[str, Any]) -> bool:
+    """Not whole numbers, nor statistics of torch's batch norms, which count batches beside them."""
+    dtype, begin = weights[name].dtype, name.removesuffix("running_mean").removesuffix("running_var")
+    counts = name != begin and f"{begin}num_batches_tracked" in weights
+    return (dtype.is_floating_point or dtype.is_complex) and not counts
 
 
 def buffers_by_shards(weights: Mapping[str, Any], moments: Mapping[str, Any]) -> frozenset[str] | None:

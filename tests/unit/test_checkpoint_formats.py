@@ -363,5 +363,20 @@ def test_moments_of_dcp_by_number_are_told_by_order_and_shapes_or_left(alike: bo
     )
     found = fsdp.optimizer_state(fsdp.load_optimizer_state(state, there))
     assert torch.equal(found["1.bias"]["mean"], optimizer.state[trained[2]]["exp_avg"])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_statistics_of_batch_norms_have_no_moments(first: bool, tmp_path: Path) -> None:
+    norm = torch.nn.BatchNorm1d(4)
+    model: torch.nn.Module = torch.nn.Sequential(norm, torch.nn.Linear(4, 4)) if first else norm
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 4)).square().sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    there = fsdp.open_checkpoint(tmp_path / "last.pt")
+    state = fsdp.shard(dict(model.named_parameters()), fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.adamw())
+    found = fsdp.optimizer_state(fsdp.load_optimizer_state(state, there))
+    for name, p in model.named_parameters():
+        assert torch.equal(found[name]["mean"], optimizer.state[p]["exp_avg"])
     with pytest.raises(fsdp.SpecError, match="names of a mapping are its own"):
         fsdp.load_optimizer_state(state, found, rename=str)
