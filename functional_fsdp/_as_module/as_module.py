@@ -11,8 +11,8 @@ import torch.nn as nn
 from .._common.errors import TreeError
 from .._common.torch_names import func_interpreter, pytree
 from .._common.tree import flatten
-from .._nn.module import Bound, forms_of, validate
-from .._nn.skeleton import aliases_of, every_buffer, skeleton_of, tied
+from .._nn.module import Bound, forms_among, validate
+from .._nn.skeleton import aliases_among, aliases_of, every_buffer, skeleton_of, tied
 from .._state.export import full_params
 from .._state.state import State
 
@@ -70,8 +70,9 @@ def as_module(model: M, weights: State | Mapping[str, torch.Tensor]) -> M:
 
 def _filled(model: M, weights: Mapping[str, torch.Tensor]) -> M:
     """A copy of a module, of its own class, whose parameters are these weights; see `as_module`."""
-    validate(model, weights, "as_module")
-    aliases, forms = aliases_of(model), forms_of(model)
+    wanted = dict(model.named_parameters(remove_duplicate=False))
+    validate(model, weights, wanted, "as_module")
+    aliases, forms = aliases_among(wanted.items()), forms_among(wanted)
     weights = tied(weights, aliases) if aliases else weights
     weights = {path: forms[path](weight) if path in forms else weight for path, weight in weights.items()}
     module = skeleton_of(model)

@@ -32,7 +32,17 @@ from .._common.torch_names import (
     reparametrize_module,
 )
 from .._common.tracing import refuse, tracing
-from .skeleton import Placeholder, aliases_of, changed, every_buffer, form_of, refuse_meta, skeleton_of, tied
+from .skeleton import (
+    Placeholder,
+    aliases_among,
+    aliases_of,
+    changed,
+    every_buffer,
+    form_of,
+    refuse_meta,
+    skeleton_of,
+    tied,
+)
 
 Slot = tuple[dict[str, Any], str]  # a dict of parameters or buffers, and a name in it
 
@@ -445,27 +455,34 @@ def bind(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Bound:
     if not isinstance(weights, Mapping):
         raise TreeError(f"bind: weights is a {type(weights).__name__}; expected {{path: tensor}}, as unshard gives.")
     place = _place(model, weights)
-    aliases = aliases_of(model) if place is None else place[0].aliases
+    if place is None:  # one walk over the module: where torch.compile looks it traces each
+        wanted = dict(model.named_parameters(remove_duplicate=False))
+        aliases, forms = aliases_among(wanted.items()), forms_among(wanted)
+    else:
+        aliases, forms = place[0].aliases, place[0].forms
     if aliases:
         weights = tied(weights, aliases)
     if place is None:
-        validate(model, weights)
-    forms = forms_of(model) if place is None else place[0].forms
+        validate(model, weights, wanted)
     if forms:
         weights = {key: forms[key](weight) if key in forms else weight for key, weight in weights.items()}
         place = place and (place[0], [weights[key] for key in place[0].keys])
     return Bound(model, weights, place)
 
 
-def forms_of(model: nn.Module) -> dict[str, Any]:
+def forms_among(params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """By path, how weights lie that the module's own code sees as DTensors."""
-    forms = {path: form_of(p) for path, p in model.named_parameters(remove_duplicate=False)}
+    forms = {path: form_of(p) for path, p in params.items()}
     return {path: form for path, form in forms.items() if form is not None}
 
 
-def validate(model: nn.Module, weights: Mapping[str, torch.Tensor], verb: str = "bind") -> None:
-    """Say what is wrong with the weights of a module, if anything is."""
-    wanted = dict(model.named_parameters(remove_duplicate=False))
+def validate(
+    model: nn.Module,
+    weights: Mapping[str, torch.Tensor],
+    wanted: Mapping[str, torch.Tensor],
+    verb: str = "bind",
+) -> None:
+    """Say what is wrong with the weights of a module with these parameters, if anything is."""
     missing, extra = [k for k in wanted if k not in weights], [k for k in weights if k not in wanted]
     if missing or extra:
         said = " and ".join(f"{what} {', '.join(map(repr, keys[:3]))}{'...' if len(keys) > 3 else ''}"

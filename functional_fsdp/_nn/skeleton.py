@@ -62,9 +62,14 @@ class Tie:
 
 def aliases_of(module: nn.Module) -> dict[str, str]:
     """{path: the first path of the same leaf} for the further paths of tied parameters."""
+    return aliases_among(module.named_parameters(remove_duplicate=False))
+
+
+def aliases_among(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
+    """As `aliases_of`, of a module's parameters at all of their paths."""
     first: dict[Any, str] = {}
     found = {}
-    for path, param in module.named_parameters(remove_duplicate=False):
+    for path, param in named:
         one = getattr(param, "tie", None) or param
         if one in first:
             found[path] = first[one]
