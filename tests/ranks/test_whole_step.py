@@ -133,7 +133,7 @@ LAYER = 4 * (WIDTH * WIDTH + WIDTH + 192)  # with padding
 
 
 class Layers(nn.Module):
-    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor] = torch.tanh, depth: int = DEPTH) -> None:
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor] = torch.tanh, depth: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
@@ -197,7 +197,7 @@ def test_the_order_is_the_one_that_units_are_used_in(name: str) -> None:
 def carried_out() -> tuple[list[str], list[str]]:
     """What Inductor's code does, in order: collectives and waits by number, products; and the buffers of gathers that
     a backward's products read. Kernels compute nothing: the code is what counts, and a C++ compiler takes long."""
-    state, model = state_of(Layers())
+    state, model = state_of(Layers(depth=DEPTH))
     nothing = mock.patch.object(AsyncCompile, "cpp_pybinding", return_value=lambda *_: None)
     with torch._inductor.config.patch(fx_graph_cache=False), nothing:
         _, codes = run_and_get_code(T.compile(step_of(model)), state, torch.ones(4, WIDTH))
@@ -440,7 +440,7 @@ def test_options_that_a_graph_cannot_have_are_refused(option: str) -> None:
 
 
 def test_a_second_whole_round_is_refused() -> None:
-    state, model = state_of(Layers())
+    state, model = state_of(Layers(depth=2))
     forward_backward = T.forward_backward(model, lambda model, x: model(x).sum())
 
     def train_step(state: fsdp.State, x: torch.Tensor) -> fsdp.State:
@@ -488,7 +488,7 @@ def test_a_weight_that_the_forward_changes_is_refused() -> None:
 
 def ranks_apart() -> str:
     """One rank uses its layers in another order."""
-    state, model = state_of(Layers())
+    state, model = state_of(Layers(depth=2))
     turn = fsdp.local_mesh().get_rank()
 
     def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -532,7 +532,7 @@ class Backwards(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for part in reversed(self.parts):
@@ -542,7 +542,7 @@ class Backwards(nn.Module):
 
 def two_states(way: str) -> tuple[list[Losses], list[dict[str, torch.Tensor]], list[int]]:
     """Three steps that train two States each; what each consumed is of no more use."""
-    (first, one), (second, other) = state_of(Layers().double()), state_of(Backwards().double())
+    (first, one), (second, other) = state_of(Layers(depth=2).double()), state_of(Backwards().double())
     train_one, train_other = (T.forward_backward(m, lambda model, x: model(x).square().mean()) for m in (one, other))
 
     def train_step(first: fsdp.State, x: torch.Tensor, *, others: Any) -> Any:
@@ -576,7 +576,7 @@ def test_a_step_trains_two_states() -> None:
 
 def looked_at(way: str) -> tuple[Losses, dict[str, torch.Tensor]]:
     """Evaluations before, within and after a step, with its own State and with a teacher's, which changes once."""
-    (state, model), (teacher, other) = state_of(Layers().double()), state_of(Backwards().double())
+    (state, model), (teacher, other) = state_of(Layers(depth=2).double()), state_of(Backwards().double())
     evaluate, teach = T.apply(model), T.apply(other)
     train = T.forward_backward(model, lambda model, x, y: (model(x) - y).square().mean())
 
@@ -616,7 +616,7 @@ def test_evaluations_leave_a_state_between_steps_as_it_is() -> None:
 
 def test_gathers_for_a_use_that_an_evaluation_has_not_are_not_in_the_graph() -> None:
     with torch.device("meta"):
-        params, model = fsdp.functionalize(Layers())
+        params, model = fsdp.functionalize(Layers(depth=DEPTH))
     state = fsdp.abstract_state(params, fsdp.Spec({"data": 2}), fsdp.sgd(lr=0.1))
     evaluate, train = T.apply(model), step_of(model)
     x = torch.empty(4, WIDTH, device="meta")
@@ -845,20 +845,20 @@ def test_a_backward_of_ones_own_is_in_the_graph_and_compiled_units_are_as_any() 
     compiled: Any = torch.compile(torch.sum, backend="eager")
     weights = []
     for between, units in ((torch.tanh, False), (tripled_tanh, False), (torch.tanh, True)):
-        state, model = state_of(Layers(between))
+        state, model = state_of(Layers(between, depth=2))
         if units:
             model = T.compile_units(model, "layers.*", backend="eager")
         step = step_of(model, lambda model, x, units=units: (compiled if units else torch.sum)(model(x)))
         state, _ = T.compile(step, "aot_eager")(state, torch.ones(4, WIDTH))
-        weights.append(fsdp.full_params(state)[f"layers.{DEPTH - 1}.bias"])
-    before = dict(Layers().named_parameters())[f"layers.{DEPTH - 1}.bias"].detach()
+        weights.append(fsdp.full_params(state)["layers.1.bias"])
+    before = dict(Layers(depth=2).named_parameters())["layers.1.bias"].detach()
     torch.testing.assert_close(weights[1] - before, 3 * (weights[0] - before))
     assert torch.equal(weights[2], weights[0])
 
 
 def around(way: str) -> list[Any]:
     """Accumulation, clipping, a skipped step, an evaluation in the middle, means over ranks; losses and weights."""
-    params, model = fsdp.functionalize(Layers().double())
+    params, model = fsdp.functionalize(Layers(depth=2).double())
     spec = fsdp.Spec(fsdp.local_mesh())
     state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2))
     accumulated = T.accumulate(T.forward_backward(model, lambda model, x: model(x).square().mean()), 2)
@@ -891,7 +891,7 @@ def test_everything_around_a_driven_round_is_in_the_graph() -> None:
 
 def taking_turns(compiled: tuple[bool, ...]) -> tuple[Losses, int]:
     """One state, stepped eagerly and compiled; what it consumed on the way is of no more use."""
-    params, model = fsdp.functionalize(Layers().double())
+    params, model = fsdp.functionalize(Layers(depth=2).double())
     state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.adamw(lr=1e-2))
     train_step = step_of(model)
     fast = T.compile(train_step, "aot_eager")
