@@ -26,7 +26,7 @@ def mesh_of(name: str) -> DeviceMesh:
 def stepped(mesh: DeviceMesh, way: str) -> int:
     """The steps that a state has taken."""
     (name,) = mesh.mesh_dim_names or ()
-    params = {unit: {"w": torch.ones(5), "b": torch.ones(3)} for unit in ("first", "second")}
+    params = {unit: {"w": torch.ones(5)} for unit in ("first", "second")}
     state = fsdp.shard(params, fsdp.Spec(mesh, fsdp.zero3(name), units=["first", "second"]), fsdp.sgd(lr=0.1))
 
     def train_step(state: fsdp.State) -> fsdp.State:
