@@ -10,18 +10,19 @@ TORCHAO = $(shell grep -m1 '^torchao==' constraints.txt)
 N     ?= 500
 SEED  ?= 0
 
-# Processes that share the tests, a file at a time; many tests have 2 or 4 ranks of their own.
-WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, os.cpu_count()))")
+# Processes that share the tests, a file at a time. More than there are cores: tests wait for ranks and for processes.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, 3 * os.cpu_count() // 2))")
 # Compiled files are kept, whatever the shell says: each worker would compile the tests, each script the package.
 PYTEST   = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all laws with-torch attack mutants lint format docs clean
+.PHONY: train test test-all laws with-torch attack mutants style lint format docs clean
 
 train: $(READY)  ## the main job: make train ARGS="--steps 100 --placement ddp"
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-test: lint  ## every check, of large tables some rows: make test ARGS="-k launch" WORKERS=4
-	$(PYTEST) -m "not large" $(ARGS)
+test: style  ## every check, of large tables some rows: make test ARGS="-k launch" WORKERS=4
+	@said=$$(mktemp); $(BIN)/mypy >$$said & types=$$!; $(PYTEST) -m "not large" $(ARGS); tests=$$?; \
+	wait $$types; types=$$?; cat $$said; rm $$said; exit $$((tests + types))  # types take one core a minute, the first time
 
 test-all: lint  ## every check, and every row of every table
 	LAWS=full $(PYTEST) --timeout 1800 $(ARGS)
@@ -46,10 +47,12 @@ mutants: $(READY)  ## mistakes in the package that no test notices: make mutants
 	$(BIN)/python tools/mutants --n $(N) --seed $(SEED) \
 		$(if $(PACKAGE),--package $(PACKAGE)) $(if $(AGAINST),--against $(AGAINST)) $(ARGS)
 
-lint: $(READY)
+style: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-logo --no-cache
+
+lint: style
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n0 --setup-plan tests/gpu >/dev/null  # they run by hand: that each has its fixtures
 
