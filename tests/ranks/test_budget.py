@@ -16,7 +16,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp.transforms.budget import KEPT, Cost, Way, best
 
-WIDTH, BLOCKS, ROWS = 32, 3, 512
+WIDTH, BLOCKS, ROWS = 32, 2, 256
 
 
 class Part(nn.Module):
@@ -123,7 +123,7 @@ def test_the_choice_is_the_same_where_units_are_compiled() -> None:
     found = []
     for compile in (False, {"backend": "aot_eager"}):
         torch._dynamo.reset()
-        state, forward_backward = made(int(0.6 * most()), False, compile=compile)
+        state, forward_backward = made(int(0.7 * most()), False, compile=compile)
         for _ in range(2):
             state, _ = forward_backward(state, data(1))
             state = fsdp.step(state)
@@ -154,7 +154,7 @@ def saved(nbytes: int, folder: str) -> tuple[dict[str, str], str]:
 
 
 def test_plan_and_checkpoints_say_what_was_chosen(tmp_path: Path) -> None:
-    (ways, plan), other = fsdp.launch(saved, (int(0.6 * most()), str(tmp_path / "one")), nprocs=2, simulate=True)
+    (ways, plan), other = fsdp.launch(saved, (int(0.7 * most()), str(tmp_path / "one")), nprocs=2, simulate=True)
     assert ways
     assert (ways, plan) == other
     for name in ("one", "one_again"):
