@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from support.chains import Chain
 from support.commands import TORCHAO
 from support.problems import mesh_and_placement
 
@@ -21,25 +22,17 @@ from functional_fsdp import transforms as T
 STEPS, RANKS = 3, 2
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp = nn.Linear(16, 32)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.inp(x)
-        for block in self.blocks:
-            h = h + block(h)
-        return h
+def net() -> nn.Module:
+    blocks = (nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(3))
+    return Chain(nn.Linear(16, 32), blocks)
 
 
 def made(float8s: bool = True) -> nn.Module:
     torch.manual_seed(0)
     if not float8s:
-        return Net()
+        return net()
     with patch.object(sys, "path", [*sys.path, str(TORCHAO)]):
-        return float8.converted(Net(), emulate=True)
+        return float8.converted(net(), emulate=True)
 
 
 def batch(step: int, rank: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from support.chains import mean_square as loss_fn
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
@@ -50,11 +51,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = model(x).square().mean()
-    return out
 
 
 def net() -> Net:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from support.chains import mean_square as loss_fn
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -73,11 +74,6 @@ def begun(**more: Any) -> tuple[fsdp.State, Any]:
     params, model = fsdp.functionalize(module)
     state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1), buffers=fsdp.buffers(module), **more)
     return state, model
-
-
-def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = model(x).square().mean()
-    return out
 
 
 def trained(state: fsdp.State, step: Any, steps: range) -> fsdp.State:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.utils.parametrize as P
+from support.chains import mean_square as loss_of
 from support.tables import each
 
 import functional_fsdp as fsdp
@@ -50,10 +51,6 @@ class Net(nn.Module):
             for part in (self.a, self.b, self.c, self.a, self.b):
                 x = torch.tanh(part(x) @ self.scale)
         return x
-
-
-def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 WAYS = ("driven", "recomputed", "second order", "whole tree", "by hand")

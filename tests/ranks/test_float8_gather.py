@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from support.by_hand import step_by_hand
+from support.chains import Chain
 from support.commands import TORCHAO
 from support.problems import mesh_and_placement
 from support.ranks import launch
@@ -34,27 +35,18 @@ RULES = {"blocks.*.weight": fsdp.Precision(compute=torch.bfloat16, gather=E4M3),
 Result = tuple[list[float], dict[str, torch.Tensor]]
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """Of each block one matrix lies on the first of two ranks, one on both, one on the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp = nn.Linear(16, 32)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32), nn.Linear(32, 32)) for _ in range(3)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.inp(x)
-        for block in self.blocks:
-            h = h + block(h)
-        return h
+    return Chain(
+        nn.Linear(16, 32),
+        (nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32), nn.Linear(32, 32)) for _ in range(3)),
+    )
 
 
 def made() -> nn.Module:
     torch.manual_seed(0)
     with patch.object(sys, "path", [*sys.path, str(TORCHAO)]):
-        return float8.converted(Net(), emulate=True)
+        return float8.converted(net(), emulate=True)
 
 
 def batch(step: int) -> torch.Tensor:
@@ -319,7 +311,7 @@ def test_linears_that_cast_their_weights_otherwise_are_refused() -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
 
     recipe = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
-    by_rows = convert_to_float8_training(Net(), module_filter_fn=lambda _, path: "blocks" in path, config=recipe)
+    by_rows = convert_to_float8_training(net(), module_filter_fn=lambda _, path: "blocks" in path, config=recipe)
     rules = {gather: {**RULES, "blocks.*.weight": replace(RULES["blocks.*.weight"], gather=gather)}
              for gather in (E4M3, torch.float8_e5m2)}  # fmt: skip
     for one, gather, said in (

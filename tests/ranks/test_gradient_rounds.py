@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.utils._pytree as pytree
+from support.chains import mean_square as loss_fn
 from support.ranks import launch
 
 import functional_fsdp as fsdp
@@ -29,10 +30,6 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
-
-
-def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 def data(k: int = 0) -> torch.Tensor:

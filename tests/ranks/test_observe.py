@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from support.chains import mean_square as loss_of
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
@@ -31,11 +32,6 @@ def made(slow: bool = False) -> tuple[fsdp.State, Any, torch.Tensor]:
     params, model = fsdp.functionalize(nn.Sequential(Layer(False), Layer(slow), Layer(False)))
     spec = fsdp.Spec(fsdp.local_mesh(), units=["0", "1", "2"])
     return fsdp.shard(params, spec, fsdp.adamw(lr=0.01)), model, torch.ones(4, 64)
-
-
-def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).square().mean()
-    return loss
 
 
 def observed(folder: Path, slow: bool, compiled: bool = False) -> Any:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from support.by_hand import step_by_hand
+from support.chains import Chain
 from support.problems import mesh_and_placement
 from support.strays import strays
 
@@ -27,24 +28,15 @@ CODECS = {"fp8_block": fsdp.fp8_block(), "mxfp8": fsdp.mxfp8(), "int8": fsdp.int
 STEPS, LR = 3, 0.1
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """Matrices whose last blocks are cut, an odd number of elements among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp = nn.Linear(16, 21)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(21, 33), nn.GELU(), nn.Linear(33, 21)) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.inp(x)
-        for block in self.blocks:
-            h = h + block(h)
-        return h
+    blocks = (nn.Sequential(nn.Linear(21, 33), nn.GELU(), nn.Linear(33, 21)) for _ in range(2))
+    return Chain(nn.Linear(16, 21), blocks)
 
 
-def made() -> Net:
+def made() -> nn.Module:
     torch.manual_seed(0)
-    return Net()
+    return net()
 
 
 def batch(step: int, rank: int, dtype: torch.dtype) -> torch.Tensor:

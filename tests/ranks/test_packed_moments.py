@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from support.chains import Chain
 from support.commands import TORCHAO
 from support.problems import mesh_and_placement
 
@@ -113,17 +114,9 @@ def test_the_first_step_has_the_bits_of_torchao() -> None:
         assert torch.allclose(found[0][path], right[0][path], rtol=1e-6, atol=1e-7)
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """Leaves whose last blocks are cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(21, 33), nn.GELU(), nn.Linear(33, 21)) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
+    return Chain(None, (nn.Sequential(nn.Linear(21, 33), nn.GELU(), nn.Linear(33, 21)) for _ in range(2)))
 
 
 def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -138,7 +131,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 def start(preset: str, moments: Any = fsdp.dynamic8, **spec: Any) -> tuple[fsdp.State, Any]:
     torch.manual_seed(0)
     mesh, placement = mesh_and_placement(preset)
-    params, model = fsdp.functionalize(Net())
+    params, model = fsdp.functionalize(net())
     return fsdp.shard(params, fsdp.Spec(mesh, placement, **spec), fsdp.adamw(lr=1e-2, moments=moments)), model
 
 

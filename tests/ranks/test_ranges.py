@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from support.chains import mean_square as loss_of
 from support.tables import FULL
 from torch.profiler import ProfilerActivity, profile
 
@@ -28,11 +29,6 @@ def made(preset: str, **spec: Any) -> tuple[fsdp.State, Any]:
     return fsdp.shard(
         params, fsdp.Spec(fsdp.local_mesh(), getattr(fsdp, preset)("data"), **spec), fsdp.adamw(lr=0.1)
     ), model
-
-
-def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).square().mean()
-    return loss
 
 
 def by_tree(state: fsdp.State, model: Any) -> fsdp.State:

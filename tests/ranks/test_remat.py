@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from support.attention import CALLS, CHANGES, DEPTH, Blocks, calls_of
+from support.chains import mean_square
 from support.presets import PRESETS
 from support.problems import mesh_and_placement
 from support.ranks import launch
@@ -32,11 +33,6 @@ from functional_fsdp._seams import torch_private
 WIDTH, ROWS = 32, (2, 16)
 SIZE = ROWS[0] * ROWS[1] * WIDTH * 4  # bytes of what goes from block to block
 Tree = dict[str, torch.Tensor]
-
-
-def mean_square(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).square().mean()
-    return loss
 
 
 def made(preset: str = "zero3", depth: int = DEPTH, debug: bool = True) -> tuple[fsdp.State, nn.Module]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.utils._pytree as pytree
+from support.chains import mean_square as loss_of
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
@@ -212,10 +213,6 @@ class Normed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
-
-
-def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 def made(**spec: Any) -> tuple[fsdp.State, Any]:

@@ -9,14 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn as nn
+from support.chains import mean_square
 from support.torch_optimizers import ByParameter
 
 import functional_fsdp as fsdp
 import functional_fsdp.transforms as T
-
-
-def mean_square(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 def state_of(model: nn.Module, **spec: Any) -> fsdp.State:

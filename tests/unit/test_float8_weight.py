@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from support.chains import mean_square as loss_fn
 
 import functional_fsdp as fsdp
 from functional_fsdp import Float8Weight, Precision, ScheduleError, Spec, SpecError, extend
@@ -156,10 +157,6 @@ class Net(nn.Module):
 class Returning(Net):
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x), self.up.weight
-
-
-def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))

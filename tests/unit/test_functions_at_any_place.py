@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from support.chains import mean_square as mean
 from support.functions import KINDS, PLACES, Placed
 from support.tables import marked
 from torch.autograd import forward_ad
@@ -17,10 +18,6 @@ import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
-
-
-def mean(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 def moved(module: nn.Module, preset: str = "zero3", transform: Any = lambda model: model, **how: Any) -> Any:

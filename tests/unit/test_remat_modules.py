@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from support.chains import mean_square
 from support.late_lane import LateLane, late_lane
 from support.tables import each
 
@@ -25,10 +26,6 @@ fates = pytest.mark.parametrize("fate", ["save", "offload"])
 def lane() -> Iterator[LateLane]:
     with late_lane() as found:
         yield found
-
-
-def mean_square(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 def trained(
