@@ -626,3 +626,34 @@ def told(m: Any, seed: int) -> torch.Tensor:
 def test_tensors_that_come_by_attributes(preset: str) -> None:
     far = launch(driven_apart, (Tells, told, preset), {"schedule": fsdp.Schedule(debug=True)}, nprocs=2, simulate=True)
     assert max(far) < 1e-9
+
+
+# ---------------------------------------------------------------- another order in each step
+
+
+class Turns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)).double()
+
+    def forward(self, x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+        for i in order:
+            x = self.blocks[i](x)
+        return x
+
+
+def in_turn(m: Any, seed: int) -> torch.Tensor:
+    order = ((0, 1, 2, 3), (3, 0, 3, 1))[seed // 1000]
+    pushed: torch.Tensor = grad(lambda x: m(x, order).square().sum())(numbers(3, WIDTH, seed=seed))
+    return pushed.square().mean()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_inner_backward_of_an_order_that_the_schedule_does_not_know(prefetch: int) -> None:
+    """Its visits read their weights where the calls had them, wherever the units are gathered for it."""
+    schedule = fsdp.Schedule(prefetch=prefetch, debug=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of uses that are not what the schedule expects
+        far = launch(driven_apart, (Turns, in_turn, "zero3"), {"schedule": schedule}, nprocs=2, simulate=True)
+    assert max(far) < 1e-9

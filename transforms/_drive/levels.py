@@ -76,10 +76,10 @@ class Visit(UnitUse):
         self.refuse_changed()
         visit = self.passage = Visit(driver, unit_call, {}, self.call)
         visit.parents += [around for around in self.parents if around not in driver.stack]
-        visit.lent, visit.tensors = self.lent, self.tensors
+        visit.lent, visit.tensors, visit.outside = self.lent, self.tensors, self.outside
         driver.close(visit.parents)
         with outside_levels():
-            visit.outside = driver.gather(unit_call.units, [*driver.busy, *visit.parents], self.outside)
+            driver.gather(unit_call.units, [*driver.busy, *visit.parents], self.outside)
             driver.regathered(visit, [])
         driver.inner.append(visit)
         if not visit.again:
