@@ -82,7 +82,8 @@ from ._storage.flat import FlatBuffer
 from ._transports import peer_memory as _signals  # noqa: F401
 from ._transports.auto import symmetric
 from ._verbs.metrics import pmax, pmean, psum
-from ._verbs.verbs import drop_gradients, finish_reductions, newest, reduce, release, step, unshard
+from ._verbs.step import drop_gradients, newest, step
+from ._verbs.verbs import finish_reductions, reduce, release, unshard
 from .codecs import checks as _checks  # noqa: F401
 from .codecs import packed_reductions as _packed_reductions  # noqa: F401
 from .codecs import rows as _rows  # noqa: F401

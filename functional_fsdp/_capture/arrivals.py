@@ -39,8 +39,8 @@ from .._exact_sums.ordered_sum import ordered_sum
 from .._host_memory.cut import cut, cuts
 from .._runtime.given import NewCounts
 from .._runtime.lanes import HostLanes
-from .._state.update import in_place, renew
 from .._storage.flat import FlatBuffer
+from .._verbs.step import in_place, renew
 
 if TYPE_CHECKING:
     from .._state.state import State

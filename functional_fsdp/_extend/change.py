@@ -30,7 +30,8 @@ from .._storage.flat import FlatBuffer
 from .._storage.gradients import of_tree, of_unit
 from .._storage.weights import refresh
 from .._verbs.metrics import Op, axes_of, over_axes
-from .._verbs.verbs import finish_reductions, has_gradients, no_unit
+from .._verbs.step import has_gradients
+from .._verbs.verbs import finish_reductions, no_unit
 
 Axes = tuple[str, ...]
 
@@ -166,7 +167,7 @@ def change(state: State, what: str, work: Callable[[], None], by: Any = "", *, e
     if not executor.reductions.complete:
         raise ScheduleError(f"{what}: not all gradients are whole. Call state = finish_reductions(state) first.")
     _remark(state, f"{what} after {executor.reduced}", by)
-    with torch.no_grad(), lineage.call:
+    with torch.no_grad(), lineage:
         executor.settle()  # what is under way would write over what `work` does
         work()
         if every_leaf:

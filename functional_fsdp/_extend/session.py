@@ -159,7 +159,7 @@ def note_activations(state: State, ways: Mapping[str, str]) -> None:
     same on every rank."""
     lineage = state.version.lineage
     if lineage.activations != ways:
-        with torch.no_grad(), lineage.call:
+        with torch.no_grad(), lineage:
             if state._executor.note_activations((*ways.items(),)):
                 lineage.note_activations(ways)
 
@@ -213,7 +213,7 @@ class Session:
         self.watcher: Any = lineage.runtime.watcher
         self._verb, self._before, self._resting = verb, state, state.between_steps
         if order is not None:
-            with torch.no_grad(), lineage.call:
+            with torch.no_grad(), lineage:
                 self._follow(order)
         self.number = self._executor.begins
         self.fallback: Mapping[str, Any] = self._executor.gathers.unplanned
@@ -232,7 +232,7 @@ class Session:
         """A forward begins whose gradients will come: nothing in it, up to `end`, is taken for the next pass. Consumes
         the state."""
         executor = self._executor
-        with torch.no_grad(), self._lineage.call:
+        with torch.no_grad(), self._lineage:
             executor.count_forward()
             executor.reductions.staging.use_own_bytes(False)
             if not executor.progress.recording:
@@ -258,7 +258,7 @@ class Session:
         """The backward has begun: these were used in the forward, in order, and gradients of these units will come.
         Ranks tell each other where the order is still a guess, and may differ. Else nothing happens."""
         if self._executor.progress.cursor.agreed:
-            with torch.no_grad(), self._lineage.call:
+            with torch.no_grad(), self._lineage:
                 differ(self._executor, state, forward, tuple(units))
 
     def skip(self, unit: str) -> bool:
@@ -279,7 +279,7 @@ class Session:
 
     def all_done(self, state: State) -> None:
         """This rank has come to all that it uses in the backward. Others may need it, while the order is a guess."""
-        with torch.no_grad(), self._lineage.call:
+        with torch.no_grad(), self._lineage:
             all_done(self._executor, state)
 
     def end(self, state: State, forward: Order, backward: Order) -> None:
@@ -287,7 +287,7 @@ class Session:
         the next step on. Starts what peers may still wait for."""
         self._lineage.enter(state.version.serial, self._verb)
         executor, progress = self._executor, self._executor.progress
-        with torch.no_grad(), self._lineage.call:
+        with torch.no_grad(), self._lineage:
             if not progress.recording:
                 if progress.cursor.agreed:
                     executor.gathers.fence_off()
@@ -303,7 +303,7 @@ class Session:
         with, if that was between steps, as good as it was; else this one, in which the step goes on."""
         if not self._resting:
             return state
-        with self._lineage.call:
+        with self._lineage:
             if not self._executor.progress.recording:
                 self._executor.happen(state, "look")  # starts what peers started
             self._executor.reset()

@@ -54,8 +54,8 @@ from .._plan.route import Route, States, Step
 from .._runtime.given import ALL, Lacking, Seats
 from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
-from .._state.update import counting, keep, may_step, put_back, update
 from .._storage.flat import FlatBuffer
+from .._verbs.step import counting, keep, may_step, put_back, update
 
 if TYPE_CHECKING:
     from .._state.state import State

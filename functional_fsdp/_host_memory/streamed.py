@@ -25,9 +25,9 @@ from .._distributed.lanes import Mark, Steps
 from .._optim.optimizer import FILL, runs
 from .._plan.bucket import STAGED, Bucket, aligned
 from .._runtime.given import Leaves
-from .._state.update import in_place
 from .._storage.flat import FlatBuffer
 from .._storage.weights import own_part
+from .._verbs.step import in_place
 from .cut import cut, cuts
 
 if TYPE_CHECKING:

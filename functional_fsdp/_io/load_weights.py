@@ -19,8 +19,8 @@ from .._redistribute.replace import copies, renewed
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._state.update import with_counts
 from .._storage.flat import FlatBuffer, whole_leaves, zeros
+from .._verbs.step import with_counts
 from .conversions import Conversions, checked
 from .manifest import as_there
 from .sources import Rename, Source, fill, opened, same_source

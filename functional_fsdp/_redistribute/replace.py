@@ -252,7 +252,7 @@ def replace_grads(state: State, grads: Any) -> State:
     if state.grads or reductions.early:  # what is under way would be added to the new ones
         state = finish_reductions(state)
     state.version.lineage.enter(state.version.serial, "replace_grads")
-    with state.version.lineage.call:
+    with state.version.lineage:
         reductions.set_gradients({name: buffer.but(grads[name].local.clone()) for name, buffer in main.items()})
         reductions.given.resume(given)
         state = state.version.lineage.advance(state, "replace_grads()", reductions.grads)

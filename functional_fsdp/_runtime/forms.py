@@ -120,7 +120,7 @@ class Forms:
                 f"calls in the same order on every rank.{_of_buffers(self.form)} The state before the step is valid."
             )
         forms = run.everyone(described(self.form), "metrics")
-        lineage.call.unchanged()  # all know
+        lineage.unchanged()  # all know
         self.differ(run, forms)
 
 

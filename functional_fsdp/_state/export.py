@@ -82,7 +82,7 @@ def local_shards(
     tree, lineage = getattr(state, kind), state.version.lineage
     if kind == "grads" and tree:
         lineage.enter(state.version.serial, "local_shards")
-        with lineage.call:
+        with lineage:
             state._executor.look(state)
     at = runtime_of(state.spec.mesh).coordinate
     found: dict[str, torch.Tensor] = {}

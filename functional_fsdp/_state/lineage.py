@@ -38,29 +38,6 @@ if TYPE_CHECKING:
 _graph_plan = provided("graph.graph_plan")
 
 
-class OpenCall:
-    """A call that works on a lineage, as a context. One that is stopped within it leaves `depth` behind."""
-
-    __slots__ = ("depth", "kept")
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.kept = False
-
-    def unchanged(self) -> None:
-        """The call is about to raise, and nothing has changed by it."""
-        self.kept = True
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None or self.kept:
-            if self.depth:  # else it has ended with the step
-                self.depth -= 1
-            self.kept = False
-
-
 S = TypeVar("S")
 GRAPHED = -1  # in the place of an epoch: a traced step was taken, and this lineage has not followed it yet
 SPENT = -1  # the serial of what a traced step made, and a later one consumed
@@ -116,7 +93,8 @@ class Lineage:
         self.activations: Mapping[str, str] = {}
         self.successor: Lineage | None = None  # of the state that this verb returned
         self.lent: LentTree | None = None  # the whole tree that the step has handed out last
-        self.call = OpenCall()
+        self.open_calls = 0  # that work on it; one that was stopped stays
+        self.call_changed_nothing = False
         self.reads: Any = None  # the mark up to which a lane reads weights beside compute
         self.taken: dict[str, Any] | None = None  # what the last step, or this verb, returned, but for the version
 
@@ -236,16 +214,30 @@ class Lineage:
             fields["grads"] = grads
         return new
 
+    def __enter__(self) -> None:
+        """A call works on the lineage. If it is stopped, it stays open."""
+        self.open_calls += 1
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None or self.call_changed_nothing:
+            if self.open_calls:  # else it has ended with the step
+                self.open_calls -= 1
+            self.call_changed_nothing = False
+
+    def unchanged(self) -> None:
+        """The call is about to raise, and nothing has changed by it."""
+        self.call_changed_nothing = True
+
     def enter(self, serial: int, verb: str) -> None:
         """Check that the state `serial` may be used; begin the step anew if it is the base of an abandoned one.
 
-        What the verb then does, it does within `call`. If it is stopped there, what is in flight is ahead of every
-        state, and whoever enters next abandons the step.
+        What the verb then does, it does in `with lineage:`. If it is stopped there, what is in flight is ahead of
+        every state, and whoever enters next abandons the step.
         """
         if (
             serial == self.head != self.base
             and self.epoch == self.runtime.epoch
-            and not (self.call.depth or self.broken)
+            and not (self.open_calls or self.broken)
         ):
             return  # nearly always
         self.valid(serial, verb)
@@ -267,15 +259,15 @@ class Lineage:
                     self.executor.reset()
             self.runtime.meet(verb)
             self.head, self.epoch = self.base, self.runtime.epoch
-            self.call.depth, self.busy = 0, False
+            self.open_calls, self.busy = 0, False
         elif self.epoch != self.runtime.epoch or self.runtime.parted:
             self._consume(serial, "the restart of its step (a rank abandoned it)")
             self.runtime.meet(verb)
             if self.executor is not None:
                 self.executor.reset()
-            self.head, self.call.depth, self.busy = self.base, 0, False
+            self.head, self.open_calls, self.busy = self.base, 0, False
             raise self._stale(serial, verb)
-        elif self.call.depth:
+        elif self.open_calls:
             self._consume(serial, "a call that was stopped")
             raise self._stale(serial, verb)
 
@@ -309,7 +301,7 @@ class Lineage:
     def go_back(self, position: Position) -> None:
         """The step that began there was only captured, or replayed, and not taken, on any rank."""
         self.base, self.head, self.steps, self.commits, self.epoch, self.broken, self.taken = position
-        self.call.depth, self.busy = 0, False
+        self.open_calls, self.busy = 0, False
 
     def spoil(self, buckets: Iterable[Bucket], why: str) -> None:
         """What was lent of these buckets was changed. Where it is the state's own (replicated weights), the lineage is
@@ -320,7 +312,7 @@ class Lineage:
     @property
     def begun(self) -> bool:
         """Whether a step is under way, if only because a verb was stopped."""
-        return self.head != self.base or self.call.depth > 0
+        return self.head != self.base or self.open_calls > 0
 
     def others_begun(self) -> bool:
         """Whether steps of other lineages are under way."""
@@ -359,7 +351,7 @@ class Lineage:
         """What ranks communicate within is about this state, and consumes nothing; who is stopped in it meets them."""
         self.look(state.version.serial)
         guard()
-        with self.call, self.off_plan(state):
+        with self, self.off_plan(state):
             yield
         self.looked()
 
@@ -415,7 +407,7 @@ class Lineage:
         torch.clear_autocast_cache()  # its casts are kept by tensor, and tensors that are lent come again
         self.latest += 1
         self.base = self.head = self.latest
-        self.call.depth, self.busy = 0, False
+        self.open_calls, self.busy = 0, False
 
     def moves(self, verb: str) -> None:
         """A verb begins to take what the states hold. If it is stopped, nothing has it whole."""

@@ -118,7 +118,7 @@ def _metrics(
 @traced_as(lambda state, name: nullcontext())  # a graph has nothing in flight when it begins
 def _call(state: State, name: str) -> AbstractContextManager[None]:
     state.version.lineage.enter(state.version.serial, name)
-    return state.version.lineage.call
+    return state.version.lineage
 
 
 def chosen_axes(data: tuple[str, ...], axis: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -226,7 +226,7 @@ def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: Op, wha
 @traced_as(provided("graph.over_axes"))
 def _over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: Op, what: str) -> torch.Tensor:
     run, lineage = runtime_of(state.spec.mesh), state.version.lineage
-    with lineage.call:  # who is stopped here is out of step with the other ranks
+    with lineage:  # who is stopped here is out of step with the other ranks
         for axis in axes:
             run.now(Collective("all_reduce", axis, flat.numel(), flat.dtype, op, "side", what), flat, flat)
     return flat

@@ -167,7 +167,7 @@ def packed_mean(
         )
     forms = [Form(codec, tuple(tensor.shape), torch.float32) for tensor in tensors]
     run, lineage, ranks = runtime_of(state.spec.mesh), state.version.lineage, every[over[0]]
-    with compared(state, tensors, f"mean in {codec}", structure, over), lineage.call:
+    with compared(state, tensors, f"mean in {codec}", structure, over), lineage:
         parts = [form.pack(tensor.to(torch.float32)) for form, tensor in zip(forms, tensors, strict=True)]
         mine = (
             torch.cat([F.pad(part, (0, -len(part) % START)) for part in parts]) if parts else state.count.new_empty(0)

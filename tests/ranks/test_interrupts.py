@@ -19,7 +19,7 @@ from functional_fsdp._common import interrupts as _interrupts
 from functional_fsdp._common.record import Collective
 from functional_fsdp._runtime.agreement import Agreement
 from functional_fsdp._runtime.runtime import runtime_of
-from functional_fsdp._verbs import verbs as _verbs
+from functional_fsdp._verbs import step as _step
 
 LARGE = [("both", "whole"), ("both", "by_unit"), ("one of two", "whole")]
 ROWS = [
@@ -289,7 +289,7 @@ def test_a_rank_that_begins_anew_goes_on_with_what_others_wait_for() -> None:
 def withdrawn(way: str) -> tuple[str, bool, int]:
     """Rank 1 is stopped once ranks have voted, and does nothing until rank 0 has left its step, too."""
     state, _, wanted = ready()
-    verb, name = (_verbs, "counting") if way == "after" else (Agreement, "compare")
+    verb, name = (_step, "counting") if way == "after" else (Agreement, "compare")
     before = getattr(verb, name)
 
     def stopped(*args: Any, **kwargs: Any) -> Any:

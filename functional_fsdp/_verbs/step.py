@@ -1,4 +1,9 @@
-"""What `step` asks of an optimizer, eagerly and traced: the update itself, when and where, and whether its result fits.
+"""The verb `step`: what it asks of ranks, and of an optimizer, eagerly; and how a step starts over.
+
+    checks ── finish reductions ── vote ── confirm ── update, in place ── compute copies ── the next state
+    nothing has changed                 │  from here on ranks cannot take the step back
+
+The update itself, when and where:
 
     reduce lane   ── bucket 3 ──┬── bucket 2 ──┬── bucket 1 ──┐
     update lane                 └── update 3 ──┴── update 2 ──┴── update 1 ──┐
@@ -7,7 +12,7 @@
 That is `Schedule(overlap_update=True)`; else compute updates everything after the backward.
 
 Leaves that got no gradient stay as they are: the optimizer leaves them out (`update_some`), or they are kept and put
-back.
+back. A traced step (`_graph/traced.py`) has the same parts of the update.
 """
 
 from __future__ import annotations
@@ -16,26 +21,192 @@ import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from .._common.calls import provided
-from .._common.errors import ScheduleError, TreeError
+from .._common.calls import alone, provided, verb
+from .._common.errors import ScheduleError, StaleStateError, TreeError
+from .._common.interrupts import arrive, guard, uninterruptible
+from .._common.ranges import ranged
 from .._common.record import Collective
-from .._common.torch_names import foreach_copy_, pytree
+from .._common.torch_names import foreach_copy_, profiler, pytree
 from .._distributed.lanes import Mark, Steps
-from .._optim.optimizer import Sender, in_own_dicts, runs, tensors_of
+from .._optim.optimizer import Sender, check, in_own_dicts, put, runs, tensors_of
 from .._plan.records import copied_alike
 from .._runtime.given import WHOLE, Lacking, Leaves, NewCounts
+from .._state.lineage import Version
+from .._state.state import State
 from .._storage.flat import FlatBuffer
-from .._storage.weights import own_part
-
-if TYPE_CHECKING:
-    from .state import State
+from .._storage.weights import own_part, refresh
 
 NOTHING = WHOLE.given
 _stream = provided("host_memory.stream")  # the update of what lies in the host's memory
+Kept = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def has_gradients(state: State, what: str) -> None:
+    if not state.layout.trainable:
+        raise ScheduleError(f"{what}: nothing is trainable: every leaf is frozen. See print(state.layout).")
+    if not state.grads and not (state.version.lineage.executor and state.version.lineage.executor.reductions.early):
+        raise ScheduleError(f"{what}: this state has no gradients. Call state = reduce(state, grads) first.")
+
+
+@verb(provided("graph.step"))
+def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
+    """Update main weights with the optimizer, refresh the compute copies, and drop the gradients. Consumes `state`.
+
+    Args:
+        skip: a bool tensor [], the same on every rank. Where it is true, weights, optimizer state and count stay what
+            they are (see `transforms.skip_nonfinite`); nothing waits for it. Or a bool, which ranks compare.
+
+    A leaf that got a gradient on no rank, in no microbatch, keeps its weights and its optimizer state, as torch.optim
+    has it with `grad=None`: no decay, no momentum, and AdamW corrects its bias by the steps in which it got one. Zeros,
+    as torch.func gives them for what a loss does not depend on, are gradients. Gradients that came without `reduce`
+    (put into the state by hand) count for all leaves.
+
+    Everything is checked first, and every rank votes before anything changes (on the host; devices are not
+    synchronised). The buffers of the state are reused, so the states of this step raise StaleStateError from here on.
+
+    An interrupt (SIGINT) before ranks have voted costs nothing. One that comes after it waits until the caller has the
+    new state: until the first verb that is given it, or until the caller has come to another line. Then it comes
+    through, by the program's own handler; a second one, a second later, comes through at once. `newest` gives the new
+    state again if it was lost all the same.
+
+    Raises:
+        ScheduleError: no gradients, no optimizer, or ranks that issued different collectives.
+        StaleStateError: a consumed state. SpecError: in debug mode, in the first step, a leaf whose gradients along an
+            axis of the model's own are not what `Spec(own=)` says of them.
+
+    Collective: what `reduce` left unfinished; an all-gather a bucket where weights are less sharded than main weights;
+    one all-reduce of a number a leaf, along each axis that shards them, for those that are gathered in float8;
+    on the host two votes, and if no rank has a gradient for every leaf an all-reduce of a byte a leaf.
+    """
+    skips = skip is True
+    skip = may_step(state, skip)
+    state._valid("step")
+    has_gradients(state, "step")
+    lineage = state.version.lineage
+    lineage.enter(state.version.serial, "step")
+    state._executor.gathers.note_written()
+    lineage.check_lent()
+    if lineage.reads is not None:
+        lineage.end_reads()
+    if skips:
+        lineage.runtime.remark("step(skip=True)")
+    executor = state._executor
+    with lineage:
+        executor.reductions.set_gradients(state.grads)
+        if executor.sink.consumers:
+            executor.sink.check(state, skip)
+        executor.finish(state)
+        if lineage.runtime.gate is not None:
+            lineage.runtime.gate.join()
+        executor.reductions.compare_equal()
+        try:
+            return _vote_and_take(state, skip)
+        except BaseException as error:
+            lineage.runtime.withdraw(error)
+            raise
+
+
+def _vote_and_take(state: State, skip: Any) -> State:
+    """The step, once what `reduce` left is finished: ranks vote, and take it if all have done the same."""
+    lineage, executor = state.version.lineage, state._executor
+    vote = lineage.runtime.vote(executor.digest, executor.reductions.given.vote())
+    trainable = state.layout.trainable
+    main = {name: state.main[name] for name in trainable}
+    copies = [state.weights[name].local for name in trainable if name in state.weights]
+    touched = [buffer.local for buffer in main.values()] + tensors_of(state.opt) + copies
+    versions = [leaf._version for leaf in touched]
+    compare = lineage.runtime.compare
+    if profiler._is_profiler_enabled:
+        compare = ranged(compare, "vote")
+    try:
+        lacking = executor.reductions.given.agree(lineage.runtime, compare(vote))
+    except ScheduleError:
+        lineage.unchanged()
+        raise
+    if executor.run.lanes.waits_on_host:  # that may fail: before all commit
+        executor.settle()
+    if executor.sink.consumers:
+        executor.sink.check(state, None, lacking.anywhere)
+    opt = counting(state, lacking, executor.run.capturing)
+    if opt is not state.opt:  # compute makes counts now, which updates read
+        executor.sink.touched()
+    before = keep(state, lacking.given, warns=True)
+    new = _take(state._evolve(opt=opt), main, skip, lacking.given, before, touched, versions)
+    if lacking.anywhere:  # the same on every rank
+        executor.sink.note_lacking(lacking.anywhere)
+    return new
+
+
+@uninterruptible
+def _take(
+    state: State, main: Any, skip: Any, given: Leaves, before: Kept, touched: list[torch.Tensor], versions: list[int]
+) -> State:
+    """The step itself, from the moment on in which ranks cannot take it back. An interrupt waits."""
+    lineage = state.version.lineage
+    executor = state._executor
+    guard()
+    gate = lineage.runtime.gate
+    given_grads = [buffer.local for buffer in executor.reductions.grads.values()]
+    as_given = [grad._version for grad in given_grads]
+    lineage.runtime.confirm()
+    try:
+        kept = skip if gate is None else gate.decided(skip)
+        update = ranged(apply_optimizer, "update") if profiler._is_profiler_enabled else apply_optimizer
+        new_main, new_opt = update(state, main, kept, given)
+        opt = state.opt
+        same = new_main is main and all(main[name] is state.main[name] for name in state.layout.trainable)
+        if not same or new_opt is not opt:  # else it was all done in place
+            check(main, new_main, "main")
+            check(opt, new_opt, "opt")
+            _, opt = _install((main, opt), (new_main, new_opt))
+        put_back(before)
+        if state.weights:
+            there = executor.sink.renewed_copies(before)
+            refresh(state.main, state.weights, state.scales, trainable_only=True, there=there)
+        if state.residual:
+            executor.reductions.staging.keep_errors(kept)
+        state.count.add_(1 if kept is None else ~kept)
+        if skip is not None and lineage.offset is not None:
+            lineage.offset.add_(skip if gate is None else gate.stands(skip))
+        executor.commit()
+        new = state._evolve(grads={}, opt=opt, version=Version(lineage, lineage.latest + 1))
+        lineage.commit(state.version, new)
+    except BaseException as error:
+        if versions == [leaf._version for leaf in touched]:
+            if as_given == [grad._version for grad in given_grads]:  # else the step has to begin anew
+                lineage.unchanged()
+        else:
+            lineage.give_up(
+                f"step() number {lineage.steps + 1} was stopped by {type(error).__name__} while it was updating the "
+                f"weights, so this State is half updated. Load the last checkpoint."
+            )
+            if getattr(state.optimizer, "communicates", False):  # peers wait for what will not come
+                lineage.runtime.lose(f"{lineage.broken} It said: {error}")
+        raise
+    arrive(lineage.others_begun())
+    return new
+
+
+def _install(old: Any, new: Any) -> Any:
+    """Put an optimizer's result into the buffers that the state owns, so that their addresses never change."""
+    old_leaves, treedef = pytree.tree_flatten(old)
+    new_leaves = pytree.tree_leaves(new)
+    owned = [a for a in old_leaves if isinstance(a, torch.Tensor)]
+    moved = []
+    for i, (a, b) in enumerate(zip(old_leaves, new_leaves, strict=True)):
+        if isinstance(a, torch.Tensor):
+            new_leaves[i] = a
+            if a is not b and a.data_ptr() != b.data_ptr():
+                moved.append((a, b))
+    put(moved, owned)
+    return pytree.tree_unflatten(new_leaves, treedef)
+
+
+# ---------------------------------------------------------------- what is checked, and what is kept
 
 
 def may_step(state: State, skip: torch.Tensor | bool | None) -> torch.Tensor | None:
@@ -90,9 +261,6 @@ def with_counts(state: State, names: Iterable[str]) -> State:
     return state._evolve(opt=state.optimizer.counting(state.opt, main, names))
 
 
-Kept = list[tuple[torch.Tensor, torch.Tensor]]
-
-
 def keep(state: State, given: Leaves, warns: bool = False) -> Kept:
     """Of an optimizer that does not leave out leaves by itself: where their weights and its FlatBuffers are, and copies
     of them. `warns`: of what it keeps elsewhere."""
@@ -120,6 +288,9 @@ def put_back(kept: Kept) -> None:
     """What `keep` has copied."""
     if kept:
         foreach_copy_([view for view, _ in kept], [copy for _, copy in kept])
+
+
+# ---------------------------------------------------------------- the update
 
 
 def apply_optimizer(
@@ -280,3 +451,68 @@ def _by_lanes(state: State) -> Sender:
         return out
 
     return Sender(tuple(run.coordinate.items()), run.sizes, send)
+
+
+# ---------------------------------------------------------------- where a step was lost, or starts over
+
+
+def newest(state: State) -> State:
+    """The state that the last `step` of this one's lineage returned: where an interrupt, or an error of the caller's,
+    came between that and the assignment. Changes nothing, and waits for nothing.
+
+    Where `redistribute`, `freeze` or `unfreeze` took what the state held, it is what they returned, or the last step
+    from there on. So whoever holds the old state keeps the memory of that one.
+
+    Args:
+        state: any state of the lineage, also a consumed one.
+
+    Raises:
+        StaleStateError: no step has been taken, and what `shard`, `init` or `load` gave is still valid; the last one
+            was compiled, and keeps nothing; one was cut short while it updated the weights, or a verb that moves them.
+
+    Example: `try: state = train_step(state, batch)`; `except KeyboardInterrupt: state = fsdp.newest(state)`.
+    """
+    lineage = [state.version.lineage, *state.version.lineage.successors][-1]
+    lineage.valid(None, "newest")
+    if lineage.taken is None:
+        why = "no step of this state's lineage has been taken. The state that shard, init or load gave is valid"
+        if lineage.commits:
+            why = "the last step was one that torch.compile runs, which keeps nothing. Its state is what it returned"
+        raise StaleStateError(f"newest: {why}.")
+    new = object.__new__(State)
+    new.__dict__.update(lineage.taken, version=Version(lineage, lineage.base))
+    return new
+
+
+@alone
+def drop_gradients(state: State) -> State:
+    """Start the step over: the state that it began with, without gradients. What was in flight is dropped.
+
+    Args:
+        state: any state of the step, also one that a verb has consumed, or that a `RestartError` left behind.
+
+    Returns:
+        the state before the step, as good as it was: weights, optimizer state, buffers, extras. A state between steps
+        is returned as it is.
+
+    As with every use of the state before the step: if all ranks call it, they meet, and go on; a rank that is elsewhere
+    in the step hears of it by a `RestartError` from the call that it waits in, and calls it, too.
+
+    Raises:
+        StaleStateError: `step` has taken the gradients. CommError: a rank that never comes.
+
+    Collective: a meeting of all ranks on the host, if the step was under way. No gradient travels.
+
+    Example, a cell that was stopped after `forward_backward`: `state = fsdp.drop_gradients(state)`.
+    """
+    lineage = state.version.lineage
+    state._valid("drop_gradients")
+    base: Any = state.version.origin or state
+    if base.version.serial != lineage.base:
+        raise StaleStateError(
+            "drop_gradients: this State is not of the step that is under way. Use the newest State, or the one that "
+            "the last step() returned."
+        )
+    lineage.enter(base.version.serial, "drop_gradients")
+    found: State = base
+    return found
