@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._common.errors import ScheduleError
+from .._common.record import Mark
 from .._common.torch_names import make_wrapper, pytree
-from .._distributed.lanes import Mark
 from .._engine.sink import BucketConsumer, StepConsumer
 from .._exact_sums.ordered_sum import ordered_sum
 from .._host_memory.cut import cut, cuts

@@ -1,4 +1,5 @@
-"""The one record of what is communicated: planned by `route`, carried out by lanes and graphs, logged, and lowered.
+"""The one record of what is communicated: planned by `route`, carried out by lanes and graphs, logged, and lowered; and
+what a job on a lane is.
 
 layout + plan ──▶ Collectives ──▶ lanes (eager)    each a job, or a part of one; the log keeps them for a restart
                              └──▶ graph (traced)   each an operation; `lower` lists them
@@ -6,7 +7,7 @@ layout + plan ──▶ Collectives ──▶ lanes (eager)    each a job, or a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,3 +84,24 @@ def over_each_axis(
             for i, part in zip(mine, flat.split([found[i].numel() for i in mine]), strict=True):
                 found[i] = part.view(found[i].shape)
     return found
+
+
+# ---- jobs
+
+Call = Callable[[], Any]  # issues an asynchronous work
+Steps = Iterator[list[Any] | str]  # calls to issue and to wait for, or the name of the lane to go on on
+Mark = Any  # torch.cuda.Event, Job, or None: nothing to wait for
+ARENA = "(arena)"  # in the place of a bucket: a barrier for all of a gather, before its buckets part
+LANES = ("gather", "reduce", "outer", "side")  # with communicators on every axis
+QUEUES = ("gather", "reduce", "side", "control")  # in which jobs are issued; a job of "reduce" may go on on "outer"
+
+
+def together(jobs: list[Steps]) -> Steps:
+    """Jobs side by side, as one: all issue their first collectives, then all their second ones."""
+    while jobs:
+        steps = [(job, next(job, None)) for job in jobs]
+        calls = [call for _, step in steps if isinstance(step, list) for call in step]
+        if calls:
+            yield calls
+        yield from dict.fromkeys(step for _, step in steps if isinstance(step, str))
+        jobs = [job for job, step in steps if step is not None]

@@ -1,1 +1,1 @@
-"""Other ranks: their processes, their memory, groups with them, and the lanes on which work is issued."""
+"""Other ranks: their processes, their memory, and groups with them."""

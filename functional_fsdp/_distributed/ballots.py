@@ -31,7 +31,7 @@ from datetime import timedelta
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from .lanes import QUEUES
+from .._common.record import QUEUES
 
 NAME = "functional_fsdp"
 BUSY = 2e-4  # seconds of looking again and again, before it sleeps in between

@@ -36,7 +36,6 @@ import torch.distributed as dist
 from .._common.errors import CommError
 from .._common.torch_names import default_store
 from .ballots import HostVote, ProcessWatch, here
-from .lanes import gloo
 
 POLL, GRACE = 0.1, 2.0  # seconds: how often to look whether a rank has died, and what those get that go on without it
 _levelled: Counter[str] = Counter()  # how often, by ranks
@@ -228,14 +227,12 @@ class Processes:
 
     Attributes:
         lanes: the class of lanes, of a Runtime; None: as the device has them.
-        exchange: collectives of the control lane, see `_distributed.lanes`.
         level, forget: before ranks communicate, and after, see `level` and `forget` above.
         group: makes a communicator. watch: which of {place: process} have ended. vote: for ranks on one host.
         now: seconds. rest: waits for so many.
     """
 
     lanes: Any = None
-    exchange = staticmethod(gloo)
     level = staticmethod(level)
     forget = staticmethod(forget)
     group = staticmethod(new_group)

@@ -22,12 +22,12 @@ import torch
 
 from .._common.interrupts import uninterruptible
 from .._common.torch_names import without_func_levels
-from .._distributed.lanes import Waiting
 from .._plan.advance import Action, Move
 from .._plan.cursor import InFlight
 from .._plan.layout import Layout
 from .._plan.plan import Plan
 from .._plan.records import staging_slots
+from .._runtime.lanes import Waiting
 from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer

@@ -52,9 +52,8 @@ from .._common.calls import provided
 from .._common.device import keeps_released
 from .._common.errors import ScheduleError
 from .._common.ranges import ranged
-from .._common.record import Collective, check_kinds
+from .._common.record import Collective, Mark, Steps, check_kinds, together
 from .._common.torch_names import profiler
-from .._distributed.lanes import Mark, Steps, together
 from .._nn.packed_weight import PackedWeight
 from .._plan.advance import Action, Move
 from .._plan.layout import Bucket, Layout, LeafInfo, Unit, plan_layout

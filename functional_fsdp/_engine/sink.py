@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .._common.calls import provided
-from .._distributed.lanes import Mark
+from .._common.record import Mark
 from .._plan.layout import Bucket, Unit
 from .._runtime.lanes import HostLanes
 from .._runtime.runtime import Runtime

@@ -39,9 +39,8 @@ import torch
 
 from .._common.calls import provided
 from .._common.device import in_host_memory
-from .._common.record import check_kinds
+from .._common.record import Mark, Steps, check_kinds, together
 from .._common.torch_names import foreach_copy_, foreach_zero_, unflatten_dense_tensors
-from .._distributed.lanes import Mark, Steps, together
 from .._plan.layout import STAGED, Bucket, Unit, aligned
 from .._plan.plan import REDUCTIONS_AT_ONCE, Plan
 from .._plan.records import Records, records

@@ -19,8 +19,7 @@ import torch
 
 from .._common.calls import provide
 from .._common.device import runs_triton, tl, triton
-from .._common.record import Collective
-from .._distributed.lanes import Steps
+from .._common.record import Collective, Steps
 from .._engine.gathers import Carrier, Portions
 from .._engine.sink import BucketConsumer
 from .._engine.staging import Staging

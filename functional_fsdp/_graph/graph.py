@@ -22,10 +22,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .._common import torch_names
 from .._common.device import device_of
 from .._common.errors import ScheduleError
-from .._common.record import Collective
+from .._common.record import LANES, Collective
 from .._common.torch_names import Fakes, FakeTensorMode, dynamo, enable_python_dispatcher, pytree
 from .._common.tracing import KEEPING, lowering, users_line
-from .._distributed.lanes import LANES
 from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
 from .._state.lineage import Version

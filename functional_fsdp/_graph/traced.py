@@ -42,10 +42,9 @@ import torch.distributed as dist
 
 from .._common.calls import provide
 from .._common.errors import FsdpError, ScheduleError, StaleStateError, TreeError
-from .._common.record import Collective
+from .._common.record import LANES, Collective
 from .._common.torch_names import disable_current_modes, functional_collectives, pytree
 from .._common.tracing import refuse, tracing_now
-from .._distributed.lanes import LANES
 from .._optim.optimizer import Sender, check
 from .._plan.layout import Bucket, Layout, Unit
 from .._plan.plan import make_plan

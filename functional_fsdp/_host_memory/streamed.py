@@ -20,8 +20,8 @@ import torch
 
 from .._common.calls import provide
 from .._common.device import in_host_memory
+from .._common.record import Mark, Steps
 from .._common.torch_names import pytree
-from .._distributed.lanes import Mark, Steps
 from .._optim.optimizer import FILL, runs
 from .._plan.bucket import STAGED, Bucket, aligned
 from .._runtime.given import Leaves

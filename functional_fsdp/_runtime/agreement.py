@@ -39,6 +39,7 @@ import hashlib
 import pickle
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -52,10 +53,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._common.device import current_device
 from .._common.errors import CommError, FsdpError, RestartError, ScheduleError
 from .._common.interrupts import guard, leave, uninterruptible
-from .._common.record import Collective
+from .._common.record import QUEUES, Collective, Mark, Steps
 from .._distributed.ballots import NUMBER, Ballot, Case
 from .._distributed.groups import medium_of
-from .._distributed.lanes import QUEUES, Log, Mark, Steps
 from .forms import Forms
 from .given import FULL
 from .restart import Meeting, announce, restart
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+REMEMBER = 1 << 14  # jobs: how far apart two ranks may be and still be drained
 GIVEN = 2  # bits of a vote's number; the other 32 are its digest
 UNITS = 1 << 16  # units that have numbers of their own
 HEAD = 512  # bytes
@@ -80,6 +81,22 @@ PLACES = {
 ON_LOSS: list[Callable[[Agreement, str], None]] = []  # called where the communicators of a mesh become of no use
 DESTROYED = "The process group that they were made with was destroyed."
 GRACE = 1.0  # seconds that what a rank sent before it ended may still be on its way
+
+
+class Log:
+    """The jobs issued on one lane: how many, and the last of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.tail: deque[tuple[Collective, ...]] = deque(maxlen=REMEMBER)
+
+    def append(self, hops: tuple[Collective, ...]) -> None:
+        self.count += 1
+        self.tail.append(hops)
+
+    def extend(self, jobs: list[tuple[Collective, ...]]) -> None:
+        self.count += len(jobs)
+        self.tail.extend(jobs)
 
 
 class Vote(NamedTuple):
@@ -206,7 +223,7 @@ class Agreement:
             return self.lanes.collective(hop, out, given, self.groups[hop.lane, hop.axis])
         if hop.kind == "all_reduce" and hop.dtype is torch.int64 and self.host_vote is not None:
             return self.host_vote.largest(out)
-        return self.medium.exchange(hop, out, given, self.control)
+        return self.lanes.exchange(hop, out, given, self.control)
 
     # ---- ballots
 

@@ -1,9 +1,24 @@
-"""Lanes on GPUs: CUDA streams beside the compute lane, which is whatever stream is current. The control lane stays on
-the host.
+"""Lanes and marks: ordered queues of device work, and points on them.
 
-`torch.cuda.stream` and `torch.cuda.current_stream` take longer than the rest of a verb; here only ids are asked for.
+What runs on a lane is a job, a generator that issues collectives:
 
-Lanes of the host: how a rank submits jobs to queues on the CPU, and waits for them.
+|       | `StreamLanes`, on GPUs (`stream_lanes`)     | `HostLanes`, on the CPU                                    |
+|-------|---------------------------------------------|------------------------------------------------------------|
+| lane  | a CUDA stream                               | a queue of jobs, done in order                             |
+| job   | runs to its end at once, on the stream      | yields what to issue, goes on when that has ended          |
+| mark  | an event                                    | the job, and all before it                                 |
+| wait  | the current stream waits, the host does not | the host waits                                             |
+
+A job that yields the name of another lane goes on there (on the CPU it stays where it is). Marks may be used again: who
+waits for one waits for the point where it was set last. Nobody asks which kind of lanes there are: attributes of
+`HostLanes` say what differs.
+
+A lane of the host is a `Queue` of jobs. The collectives on gloo are a generator: it yields calls that issue
+asynchronous works, and goes on when these are done. gloo's own all-gather and reduce-scatter copy through temporary
+buffers; its broadcast and reduce work in place, so here a gather is one broadcast a slice, a reduce-scatter one reduce
+a slice, and an all-reduce both, one after the other. That is several times faster, and makes reduce-scatter and
+all-reduce equal bit for bit at every world size: the same reduces, in the same order. (A traced step on CPUs calls
+torch's functional collectives instead, of groups with one thread each: see `groups`.)
 
 The host carries jobs on while it waits, and as far as they go without that when it submits the next one. It waits in
 short turns, and looks around in between: for works that other lanes wait for, for a peer that restarts, and for one
@@ -15,24 +30,23 @@ from __future__ import annotations
 import json
 import pickle
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from datetime import timedelta
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .._common.calls import provided
 from .._common.errors import ScheduleError
 from .._common.interrupts import uninterruptible
 from .._common.ranges import ranged
-from .._common.record import Collective
-from .._common.torch_names import all_gather_single, current_stream, profiler, reduce_scatter_single, set_stream
+from .._common.record import QUEUES, Call, Collective, Mark, Steps
+from .._common.torch_names import profiler
 from .._distributed.ballots import Case
-from .._distributed.lanes import LANES, OPS, QUEUES, Job, Log, Mark, Queue, Steps, Waiting, gloo
-from .agreement import Agreement
+from .agreement import Agreement, Log
 from .restart import POLL, twin
 
 BESIDE = {"side", "control", "reduce"}  # lanes on which it is waited for in the middle of what no plan names
@@ -42,6 +56,271 @@ SAME = (
     "the schedule has them. If ranks leave units out before the order of use is known, give it: Schedule(order=[...]). "
     "The state before the step is valid."
 )
+
+
+OPS = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+@lru_cache
+def _rooted(rank: int, op: str = "") -> Any:
+    """Options of a broadcast from this rank of a group; with an op of a reduce to it. Kept: the group's own methods
+    take two thirds of the time of `dist.broadcast` and `dist.reduce`, which make them anew."""
+    options: Any = dist.ReduceOptions() if op else dist.BroadcastOptions()
+    options.rootRank, options.asyncOp = rank, True
+    if op:
+        options.reduceOp = OPS[op]
+    return options
+
+
+def gloo(hop: Collective, out: torch.Tensor, given: torch.Tensor, group: Any) -> Iterator[list[Any] | str]:
+    """One collective of this group.
+
+    all_gather       `given` [n] -> `out` [ranks · n], in rank order; in place where `given` is the slice of `out`
+    reduce_scatter   `given` [ranks · n] -> `out` [n]; `given` is scratch afterwards
+    all_to_all       `given` [ranks · n] -> `out` [ranks · n]: the n of each rank's that are this one's, by rank; with
+                     `splits` (elements that come, that go) as many as they say
+    all_reduce       `out` [n], in place; of a bucket (not of a few numbers) n divides by the ranks
+    barrier          all ranks are here
+    """
+    own, how = group.rank(), dict[str, Any](group=group, async_op=True)
+    if hop.kind == "barrier":
+        yield [partial(dist.all_reduce, torch.zeros(1, device="cpu"), **how)]
+    elif hop.kind == "all_to_all" and hop.splits:
+        came, sent = ([n * hop.dtype.itemsize for n in some] for some in hop.splits)
+        yield [partial(dist.all_to_all_single, out.view(torch.uint8), given.view(torch.uint8), came, sent, **how)]
+    elif hop.kind == "all_to_all":
+        if out.numel():
+            yield [partial(dist.all_to_all_single, out, given, **how)]
+    elif hop.kind == "all_reduce" and (hop.lane == "control" or not hop.bucket):
+        yield [partial(dist.all_reduce, out, op=OPS[hop.op], **how)]
+    elif hop.kind == "all_gather":
+        if not out.is_floating_point() or out.itemsize == 1:  # integers, booleans and float8 travel as bytes
+            out, given = out.view(torch.uint8), given.view(torch.uint8)
+        slices = out.chunk(group.size()) if out.numel() else ()
+        if slices and slices[own].data_ptr() != given.data_ptr():
+            slices[own].copy_(given)
+        yield [partial(group.broadcast, [part], _rooted(r)) for r, part in enumerate(slices)]
+    else:
+        full = out if hop.kind == "all_reduce" else given
+        slices = full.chunk(group.size()) if full.numel() else ()
+        yield [partial(group.reduce, [part], _rooted(r, hop.op)) for r, part in enumerate(slices)]
+        if hop.kind == "all_reduce":
+            yield [partial(group.broadcast, [part], _rooted(r)) for r, part in enumerate(slices)]
+        elif slices and slices[own].data_ptr() != out.data_ptr():
+            out.copy_(slices[own])
+
+
+class Job:
+    """A job on the CPU. It is its own mark, which has passed when it and all jobs before it on its lane are done.
+
+    Its own code (`steps`), issuing (`issue`) and waiting (`pause`) are apart: only a wait can end with "not yet".
+    """
+
+    __slots__ = (
+        "__weakref__", "awaited", "calls", "done", "hops", "issued", "lane", "number", "ordered", "ordinal", "single",
+        "started", "steps", "works",
+    )  # fmt: skip
+
+    def __init__(
+        self, steps: Steps, lane: str, hops: tuple[Any, ...] = (), single: bool = False, ordered: bool = False
+    ) -> None:
+        self.steps = steps
+        self.lane = lane
+        self.hops = hops
+        self.single = single  # once it has started, all its collectives are issued
+        self.ordered = ordered  # starts when all before it are done
+        self.number = 0  # on its lane, from 1
+        self.ordinal = 0  # among the jobs that the log has
+        self.calls: list[Call] = []  # what it issues next
+        self.works: list[Any] = []  # what it waits for
+        self.issued = 0  # calls
+        self.started = self.done = False
+        self.awaited = 0  # how many wait for it, who take it on: a destructor may come to `reap` meanwhile
+
+    def issue(self) -> None:
+        """Issue what comes next. After an interrupt call it again to go on."""
+        while self.calls:
+            self.works.append(self.calls[0]())
+            del self.calls[0]
+            self.issued += 1
+
+    def pause(self, patience: timedelta | None = None) -> RuntimeError | None:
+        """Until all that was issued has ended. With `patience` an error when a work takes longer, or has failed."""
+        try:
+            while self.works:
+                self.works[0].wait(patience) if patience else self.works[0].wait()
+                del self.works[0]
+        except RuntimeError as error:  # a work's: none of the job's own code runs here
+            return error.with_traceback(None)  # its frames would keep it, and all tensors of their callers
+        return None
+
+    def ready(self) -> bool:
+        """Whether all that was issued has ended, and well."""
+        for work in self.works:
+            if not work.is_completed():
+                return False
+        return not self.calls and not self.failed()
+
+    def failed(self) -> bool:
+        """Whether a work has ended with an error. (It may have ended well since `pause` gave up.)"""
+        for work in self.works:
+            if work.is_completed():
+                try:
+                    work.wait()
+                except RuntimeError:
+                    return True
+        return False
+
+    def forsake(self, twin: Steps) -> None:
+        """Its own code has raised: what it did not issue is issued by its twin, since peers wait for that."""
+        self.calls = []
+        self.steps = _left(twin, self.issued)
+
+
+def _left(steps: Steps, issued: int) -> Steps:
+    """What these steps issue after the first so many calls."""
+    for item in steps:
+        if isinstance(item, str):
+            yield item
+        else:
+            left = item[issued:]
+            issued = max(0, issued - len(item))
+            if left:
+                yield left
+
+
+class Queue:
+    """A lane on the CPU: jobs under way, oldest first. One starts when that before it has issued all that it will.
+
+    Args:
+        forsake: called with a job whose own code has raised, see `Job.forsake`.
+        issue: issues what a job's own code has come to.
+    """
+
+    def __init__(self, forsake: Callable[[Job], None], issue: Callable[[Job], None]) -> None:
+        self.forsake, self.issue = forsake, issue
+        self.jobs: deque[Job] = deque()
+        self.count = 0
+
+    @uninterruptible
+    def add(self, job: Job, log: Log | None = None) -> None:
+        """The newest job; it starts if it may. What is logged is issued, even if an interrupt comes."""
+        if log is not None:
+            if job.hops:
+                log.append(job.hops)
+            job.ordinal = log.count
+        self.count += 1
+        job.number = self.count
+        jobs = self.jobs
+        free = not jobs or (jobs[-1].started and jobs[-1].single and not job.ordered)
+        jobs.append(job)
+        if not free:
+            self.start()
+            return
+        self.advance(job)
+        if job.done and jobs and jobs[0] is job:
+            jobs.popleft()
+
+    def start(self) -> None:
+        """Forget jobs that are done, and start those that may."""
+        jobs = self.jobs
+        while jobs and jobs[0].done:
+            jobs.popleft()
+        if not jobs or jobs[-1].started:
+            return
+        for before, job in pairwise([None, *jobs]):
+            assert job is not None
+            if not job.started:
+                if before is not None and (job.ordered or not (before.single or before.done)):
+                    return
+                self.advance(job)
+
+    @uninterruptible
+    def advance(self, job: Job, quiet: bool = False) -> None:
+        """Take a job that waits for nothing on to what it waits for next: run its own code up to what it issues, and
+        issue that.
+
+        Args:
+            quiet: what the job's own code raises is no news.
+        """
+        if not job.calls:  # else it was interrupted while it issued them
+            job.started = True
+            try:
+                for item in job.steps:
+                    if not isinstance(item, str) and item:
+                        job.calls = list(item)
+                        break
+                else:
+                    job.done = True
+            except BaseException as error:
+                self.forsake(job)
+                if not quiet or not isinstance(error, Exception):
+                    raise
+        if job.calls:
+            self.issue(job)
+
+    def over(self, job: Job) -> bool:
+        """Whether it and all jobs before it are done, or come to their end without a wait."""
+        self.progress()
+        return not self.jobs or self.jobs[0].number > job.number
+
+    def progress(self) -> None:
+        """Go as far as possible without waiting."""
+        while self.jobs:
+            job = self.jobs[0]
+            if not job.done:
+                if not job.ready():
+                    return
+                job.works = []
+                self.advance(job)
+            self.start()
+
+    def reap(self) -> None:
+        """Forget jobs that are over, and let go of what they hold. Issues nothing."""
+        while self.jobs:
+            job = self.jobs[0]
+            if not job.done:
+                if job.awaited or not (job.single and job.started and job.ready()):
+                    return
+                if getattr(job.steps, "gi_running", False):
+                    return
+                job.works = []
+                self.advance(job)
+            if self.jobs and self.jobs[0] is job:
+                self.jobs.popleft()
+
+    def drain(self, patience: timedelta) -> RuntimeError | None:
+        """Finish every job, in order, for those who wait for what they issue. Returns the error of a work that takes
+        longer, or has failed; call again to go on.
+
+        An error of a job's own code is no news: `forsake` has seen to it that its step is void.
+        """
+        while self.jobs:
+            job = self.jobs[0]
+            job.awaited += 1
+            try:
+                while not job.done:
+                    error = job.pause(patience) if not job.calls else None
+                    if error is not None:
+                        return error
+                    self.advance(job, quiet=True)
+            finally:
+                job.awaited -= 1
+            self.start()
+        return None
+
+
+class Waiting(NamedTuple):
+    """What a rank says that waits: on which lane, for which of its jobs, along which axes, for what, how many jobs it
+    has issued on each lane, and whether it starts what others need."""
+
+    rank: int
+    lane: str
+    ordinal: int
+    axes: list[str]
+    what: str
+    counts: dict[str, int]
+    helps: bool
 
 
 class HostLanes:
@@ -56,7 +335,7 @@ class HostLanes:
         waits_on_host: whether it is the host that waits. Then it hears of its peers meanwhile, what has been released
             is free, and waiting may fail. Else streams wait for each other, and what the host frees may be in use.
         copies_on_lanes: whether gradients are copied into staging by the lane, beside compute: until then they stay.
-        collective: one collective of a lane, as a part of a job; see `Runtime.collective`.
+        collective: one collective of a lane, as a part of a job; see `Runtime.collective`. exchange: of "control".
         queues: jobs of the host, by lane. (On GPUs those of "control" only.)
         behind: starts what peers wait for, where this rank waits for them.
     """
@@ -64,7 +343,7 @@ class HostLanes:
     backend = "gloo"
     waits_on_host = True
     copies_on_lanes = False
-    collective = staticmethod(gloo)
+    collective = exchange = staticmethod(gloo)
 
     def __init__(self, run: Agreement) -> None:
         self.run = run
@@ -301,198 +580,3 @@ def _code(hops: tuple[Collective, ...]) -> int:
 def _said(job: Job) -> str:
     hop = job.hops[0]
     return f"{hop.kind} over the axis {hop.axis!r} ({hop.lane} lane, {hop.bucket}, {hop.numel} elements)"
-
-
-_signals = provided("transports.Signals")
-STREAMS = ("gather", "reduce", "outer", "update", "fetch", "store")
-
-
-class StreamLanes(HostLanes):
-    """A stream for each lane. The host issues all of a job at once, and waits for nothing."""
-
-    backend = "nccl"
-    waits_on_host = False
-    copies_on_lanes = True
-
-    def __init__(self, run: Agreement) -> None:
-        super().__init__(run)
-        self.device = run.device
-        self.lanes = {name: torch.cuda.Stream(self.device, priority=-1) for name in STREAMS}
-        self.known = torch.cuda.current_stream(self.device)
-        self.used: set[str] = set()  # lanes that were given something since the last graph
-        self.unjoined: set[str] = set()  # lanes that have yet to wait for it
-        self.graph = torch.cuda.Event()  # its end
-        self.issues = self.skips = 0  # collectives that the job has issued, and that its twin leaves out
-        self.signals: dict[str, Any] = {}  # by axis: barriers
-
-    # ---- streams
-
-    def current(self) -> torch.cuda.Stream:
-        found = current_stream(self.device.index)
-        if found[0] != self.known.stream_id:
-            self.known = torch.cuda.Stream(stream_id=found[0], device_index=found[1], device_type=found[2])
-        return self.known
-
-    def set(self, stream: torch.cuda.Stream) -> None:
-        self.known = stream
-        set_stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
-
-    @contextmanager
-    def joined(self) -> Iterator[None]:
-        """What the current stream is given inside comes after all that lanes have, and before what they are given next:
-        a graph has parts on lanes, which would else run beside another lineage's. Lanes wait when they are used."""
-        home = self.current()
-        home.wait_event(self.graph)
-        for name in self.used:
-            home.wait_stream(self.lanes[name])
-        self.used.clear()
-        try:
-            yield
-        finally:
-            self.graph.record(home)
-            self.unjoined.update(self.lanes)
-
-    def lane(self, name: str) -> torch.cuda.Stream:
-        """A lane, to be given something."""
-        self.used.add(name)
-        stream = self.lanes[name]
-        if name in self.unjoined:
-            self.unjoined.discard(name)
-            stream.wait_event(self.graph)
-        return stream
-
-    def catch_up(self) -> None:
-        """Have all lanes wait for the last graph now: while another is captured they cannot."""
-        for name in list(self.unjoined):
-            self.lane(name)
-
-    def join(self, lane: str) -> None:
-        self.current().wait_stream(self.lanes[lane])
-
-    def keep(self, *tensors: torch.Tensor, lanes: tuple[str, ...] = ("reduce", "outer")) -> None:
-        for tensor in tensors:
-            for lane in lanes:
-                tensor.record_stream(self.lanes[lane])
-
-    def let_go(self, marks: list[Mark]) -> None:
-        for mark in marks:  # what is freed now may still be in use
-            if mark is not None and torch.cuda.is_initialized():
-                self.wait(mark)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
-    # ---- marks
-
-    def mark(self, mark: Mark = None) -> Mark:
-        event = mark or torch.cuda.Event()
-        event.record(self.current())
-        return event
-
-    def wait(self, mark: Mark) -> None:
-        if isinstance(mark, Job):
-            super().wait(mark)
-        elif mark is not None:
-            self.current().wait_event(mark)
-
-    def passed(self, mark: Mark) -> bool:
-        return super().passed(mark) if mark is None or isinstance(mark, Job) else bool(mark.query())
-
-    # ---- jobs
-
-    def submit(
-        self, lane: str, hops: tuple[Collective, ...], job: Steps, after: Mark = None, single: bool = False,
-        ordered: bool = False, mark: Mark = None,
-    ) -> Mark:  # fmt: skip
-        if lane == "control":
-            return super().submit(lane, hops, job, after, single, ordered, mark)
-        return self._submit(lane, hops, job, after, mark)
-
-    @uninterruptible
-    def _submit(self, lane: str, hops: tuple[Collective, ...], job: Steps, after: Mark, mark: Mark) -> Mark:
-        """What is logged is issued, even if an interrupt comes. If the job's own code raises, what it did not issue is
-        issued for those who wait."""
-        run = self.run
-        if hops and run.size > 1:
-            run.logs[lane].append(hops)
-        self.issues = 0
-        try:
-            return self.enqueue(lane, job, after, mark)
-        except BaseException:
-            if not run.capturing:
-                run.void()
-                self.skips = self.issues
-                try:
-                    self.enqueue(lane, twin(run, hops))
-                except BaseException as error:
-                    run.lose(f"What peers wait for on the {lane} lane could not be issued: {error}.")
-                    raise
-                finally:
-                    self.skips = 0
-            raise
-
-    def enqueue(self, lane: str, job: Steps, after: Mark = None, mark: Mark = None) -> Mark:
-        """Issue all of a job on a lane's stream ("side": on the current one). The host waits for nothing."""
-        home = stream = self.current()
-        event = mark or torch.cuda.Event()
-        try:
-            if lane in self.lanes:
-                stream = self.lane(lane)
-                self.set(stream)
-            if after is not None:
-                stream.wait_event(after)
-            for item in job:
-                if isinstance(item, str):
-                    turn = torch.cuda.Event()
-                    turn.record(stream)
-                    stream = self.lane(item)
-                    self.set(stream)
-                    stream.wait_event(turn)
-                else:
-                    for call in item:
-                        call().wait()
-            event.record(stream)
-        finally:
-            self.set(home)
-        return event
-
-    # ---- collectives
-
-    def collective(self, hop: Collective, out: Any, given: Any, group: Any) -> Steps:
-        """One kernel of NCCL's, on the current stream; barriers by signals of the lane's own. Nothing is yielded."""
-        if self.skips:
-            self.skips -= 1
-            return
-        if hop.kind == "barrier":
-            self.signals[hop.axis].barrier(LANES.index(hop.lane))
-        elif hop.kind == "all_gather":
-            if not out.is_floating_point() or out.itemsize == 1:  # integers, booleans and float8 travel as bytes
-                out, given = out.view(torch.uint8), given.view(torch.uint8)
-            all_gather_single(out, given, group=group)
-        elif hop.kind == "reduce_scatter":
-            reduce_scatter_single(out, given, op=OPS[hop.op], group=group)
-        elif hop.kind == "all_to_all":
-            came, sent = map(list, hop.splits or ((), ()))
-            dist.all_to_all_single(out, given, came, sent, group=group)
-        else:
-            dist.all_reduce(out, op=OPS[hop.op], group=group)
-        self.issues += 1  # not if it raised: peers wait for it
-        yield from ()
-
-    def signalling(self, axis: str) -> None:
-        if axis not in self.signals:
-            self.signals[axis] = _signals(self.run, axis, len(LANES))
-
-    def traced(self, lane: str) -> str:
-        return lane
-
-    def idle(self) -> bool:
-        return super().idle() and not self.signals
-
-
-def lanes_of(run: Agreement) -> HostLanes:
-    """The lanes of a mesh: its medium's own; else streams where it has GPUs, else the host's."""
-    if run.medium.lanes is not None:
-        found: HostLanes = run.medium.lanes(run)
-        return found
-    return StreamLanes(run) if run.device.type == "cuda" else HostLanes(run)

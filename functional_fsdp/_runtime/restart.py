@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .._common.errors import CommError
-from .._common.record import Collective
-from .._distributed.lanes import ARENA, QUEUES, Steps, together
+from .._common.record import ARENA, QUEUES, Collective, Steps, together
 from .forms import described
 
 POLL = timedelta(seconds=0.1)

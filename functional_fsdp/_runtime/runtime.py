@@ -27,11 +27,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._common.errors import SpecError
-from .._common.record import Collective
+from .._common.record import LANES, Collective
 from .._distributed.groups import PatientStore
-from .._distributed.lanes import LANES
 from .agreement import DESTROYED, Agreement
-from .lanes import lanes_of
+from .stream_lanes import lanes_of
 
 T = TypeVar("T")
 Kind = tuple[str, tuple[int, ...], timedelta]  # of groups: the backend, the ranks, the timeout

@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 
 from .._common.errors import FsdpError
-from .._common.record import Collective
+from .._common.record import QUEUES, Collective, Mark
 from .._common.torch_names import c10d
 from .._distributed.ballots import HostVote
 from .._distributed.groups import Levelled
-from .._distributed.lanes import QUEUES, Mark
 from .._runtime.lanes import HostLanes
 from .groups import Group, Meeting, Work
 from .turns import Turns
@@ -122,7 +121,7 @@ class World:
 
 
 def simulated(hop: Collective, out: torch.Tensor, given: torch.Tensor, group: Group) -> Iterator[list[Any] | str]:
-    """One collective, of `_distributed.lanes`: the same, as one meeting."""
+    """One collective, as `gloo` in `_runtime.lanes`: the same, as one meeting."""
     yield [partial(_issue, hop, out, given, group)]
 
 
@@ -147,7 +146,7 @@ class Lanes(HostLanes):
     """The host's queues, whose collectives are meetings."""
 
     backend = BACKEND
-    collective = staticmethod(simulated)
+    collective = exchange = staticmethod(simulated)
 
     def traced(self, lane: str) -> str:
         raise FsdpError(WHOLE_STEP)
@@ -220,7 +219,6 @@ class Medium:
     """By what a simulated rank reaches the others, see `_distributed.groups`."""
 
     lanes = Lanes
-    exchange = staticmethod(simulated)
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank

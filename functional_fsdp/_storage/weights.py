@@ -32,8 +32,7 @@ import torch
 
 from .._common.calls import provided
 from .._common.device import keeps_released
-from .._common.record import Collective
-from .._distributed.lanes import Mark, Steps
+from .._common.record import Collective, Mark, Steps
 from .._nn.packed_weight import PackedWeight
 from .._plan.bucket import rows_of
 from .._plan.layout import Bucket, Unit

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from .._common.record import Collective
-from .._distributed.lanes import ARENA, Steps, together
+from .._common.record import ARENA, Collective, Steps, together
 from .._engine.gathers import Carrier, GatherSteps, Portions
 from .._plan.layout import Bucket, Layout, Unit
 from .._plan.plan import Plan

@@ -29,9 +29,8 @@ from .._common.calls import alone, provided, verb
 from .._common.errors import ScheduleError, StaleStateError, TreeError
 from .._common.interrupts import arrive, guard, uninterruptible
 from .._common.ranges import ranged
-from .._common.record import Collective
+from .._common.record import Collective, Mark, Steps
 from .._common.torch_names import foreach_copy_, profiler, pytree
-from .._distributed.lanes import Mark, Steps
 from .._optim.optimizer import Sender, check, in_own_dicts, put, runs, tensors_of
 from .._plan.records import copied_alike
 from .._runtime.given import WHOLE, Lacking, Leaves, NewCounts

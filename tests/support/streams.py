@@ -28,12 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp._common.device import in_host_memory
-from functional_fsdp._distributed.lanes import gloo
 from functional_fsdp._host_memory import streamed
 from functional_fsdp._optim_extra.muon import Muon
-from functional_fsdp._runtime import lanes as stream_lanes
-from functional_fsdp._runtime import runtime
-from functional_fsdp._runtime.lanes import STREAMS, StreamLanes
+from functional_fsdp._runtime import runtime, stream_lanes
+from functional_fsdp._runtime.lanes import gloo
+from functional_fsdp._runtime.stream_lanes import STREAMS, StreamLanes
 
 Clock = dict[str, int]
 What = tuple[Any, ...]  # an operation, and the shape

@@ -14,9 +14,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from functional_fsdp._common.record import Collective
-from functional_fsdp._distributed.lanes import Job, Queue, Steps, together
-from functional_fsdp._runtime.lanes import StreamLanes
+from functional_fsdp._common.record import Collective, Steps, together
+from functional_fsdp._runtime.lanes import Job, Queue
+from functional_fsdp._runtime.stream_lanes import StreamLanes
 from functional_fsdp._storage.weights import Loan, Place
 
 LANES = ("gather", "reduce", "update")
