@@ -44,7 +44,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -75,8 +75,10 @@ from .._storage.weights import (
     own_of,
     read,
 )
-from .progress import Progress
 from .sink import GradientSink
+
+if TYPE_CHECKING:
+    from .executor import Progress
 
 GatherSteps = tuple[tuple[Collective, torch.Tensor], ...]  # collectives, and where each one lands
 PLAIN = Traits()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._common.calls import provided
 from .._common.ranges import ranged
@@ -21,9 +21,11 @@ from .._storage.flat import FlatBuffer
 from .._storage.gradients import in_order
 from .._storage.weights import owned
 from .gathers import Carrier, Gathers
-from .progress import Progress
 from .sink import GradientSink
 from .staging import Staging, Values
+
+if TYPE_CHECKING:
+    from .executor import Progress
 
 _equal_check = provided("look.equal_check")
 

@@ -247,10 +247,10 @@ class Session:
 
     def turn(self, state: State, last_microbatch: bool) -> None:
         """The forward is over, the backward begins. Its gradients come with `last_microbatch`, see `reduce`."""
-        executor = self._executor
+        executor, progress = self._executor, self._executor.progress
         executor.reductions.set_last(last_microbatch)
-        if executor.progress.recording:
-            executor.progress.record_turn()
+        if progress.recording:
+            progress.know(progress.order.turned())
         else:
             executor.happen(state, "turn")
 

@@ -30,7 +30,7 @@ from .._common.device import being_captured, current_device, device_of, host_mem
 from .._common.errors import ScheduleError, SpecError
 from .._common.torch_names import disable_current_modes, dispatch_modes, pytree
 from .._common.tree import bytes_text
-from .._engine.progress import first_plan
+from .._plan.plan import first_plan
 from .._state.state import State
 from .._storage.flat import FlatBuffer
 

@@ -424,6 +424,11 @@ def make_plan(
     )  # fmt: skip
 
 
+def first_plan(layout: Layout, schedule: Schedule, slots: int = REDUCTIONS_AT_ONCE) -> Plan:
+    """What is followed until the order of use is known."""
+    return make_plan(layout, schedule.ordered(None) if schedule.order == "recorded" else schedule, slots=slots)
+
+
 def _total(sizes: Iterable[int]) -> int:
     """Bytes of buckets of these sizes in a row."""
     return sum(aligned(size, ALIGN) for size in sizes)

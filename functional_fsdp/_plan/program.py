@@ -52,6 +52,14 @@ class KnownOrder:
     open: ClassVar[bool] = False
     what: ClassVar[str] = ""
 
+    def used(self, names: Sequence[str]) -> KnownOrder:
+        """One more call, where an order is recorded."""
+        return self
+
+    def turned(self) -> KnownOrder:
+        """The forward is over, where an order is recorded and it was not before."""
+        return self
+
     @property
     def said(self) -> Any:
         """What this rank tells the others at the end of a step; None where there is nothing to decide."""
@@ -89,12 +97,10 @@ class RecordedOrder(KnownOrder):
     forward: int | None = None
 
     def used(self, names: Sequence[str]) -> RecordedOrder:
-        """One more call."""
         call = names[0] if len(names) == 1 else tuple(names)
         return replace(self, calls=(*self.calls, call))
 
     def turned(self) -> RecordedOrder:
-        """The forward is over, if it was not before."""
         if self.forward is not None:
             return self
         return replace(self, forward=len(Program(self.calls).order))
