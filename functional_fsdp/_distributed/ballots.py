@@ -29,6 +29,7 @@ import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 from .._common.record import QUEUES
@@ -79,7 +80,7 @@ class HostVote:
         self.rank, self.ranks = rank, ranks
         self.watch = watch
         self.limit = limit
-        self.number = 0
+        self.number, self.gone = 0, False  # of the newest ballot; whether it never ends, as a process has ended
 
     @staticmethod
     def nbytes(ranks: int, lanes: int) -> int:
@@ -126,11 +127,44 @@ class HostVote:
         return host_vote if shared else None
 
     def largest(self, ballot: Any) -> Iterator[list[Any] | str]:
-        """`ballot` [value, -value] -> [the largest, minus the smallest] of all ranks' values. One work, as gloo's."""
-        posted = Posted(self, int(ballot[0]))
-        yield [posted.post]
-        values = posted.values()
+        """`ballot` [value, -value] -> [the largest, minus the smallest] of all ranks' values. Its one work, as gloo's,
+        is this host vote: on the control lane a ballot begins when that before it is over."""
+        yield [partial(self.post, int(ballot[0]))]
+        values = [cell & ((1 << VALUE) - 1) for cell in self._posted()]
         ballot[0], ballot[1] = max(values), -min(values)
+
+    def post(self, value: int) -> HostVote:
+        """Begin the next ballot with this rank's value."""
+        self.number, self.gone = self.number % NUMBERS + 1, False
+        self.cells[self.number % 2 * self.ranks + self.rank] = self.number << VALUE | value
+        return self
+
+    def _posted(self) -> list[int]:
+        row = self.number % 2 * self.ranks
+        return self.cells[row : row + self.ranks].tolist()
+
+    def _all_posted(self) -> bool:
+        return all(cell >> VALUE == self.number for cell in self._posted())
+
+    def is_completed(self) -> bool:
+        """Whether all have posted, or one never will."""
+        return self.gone or self._all_posted()
+
+    def wait(self, patience: timedelta | None = None) -> bool:
+        """Until all have posted. RuntimeError after `patience`, or when the process of a rank has ended."""
+        begun, limit = time.monotonic(), (patience or self.limit).total_seconds()
+        while not self._all_posted():
+            spent = time.monotonic() - begun
+            if spent < BUSY:
+                os.sched_yield()
+                continue
+            if self.watch.ended() and not self._all_posted():
+                self.gone = True
+                raise RuntimeError("the process of a rank has ended")
+            if spent > limit:
+                raise RuntimeError(f"not all ranks came within {spent:.1f} s")
+            time.sleep(min(max(SHORT, spent / 50), LONG))
+        return True
 
 
 def _mapped(where: str, size: int) -> mmap.mmap:
@@ -142,53 +176,6 @@ def _mapped(where: str, size: int) -> mmap.mmap:
         return mmap.mmap(fd, size)
     finally:
         os.close(fd)
-
-
-class Posted:
-    """A ballot under way: a `Work`, as torch.distributed has them."""
-
-    def __init__(self, host_vote: HostVote, value: int) -> None:
-        self.host_vote, self.value = host_vote, value
-        self.number = self.row = 0
-        self.gone = False
-
-    def post(self) -> Posted:
-        host_vote = self.host_vote
-        host_vote.number = host_vote.number % NUMBERS + 1
-        self.number = host_vote.number
-        self.row = self.number % 2 * host_vote.ranks
-        host_vote.cells[self.row + host_vote.rank] = self.number << VALUE | self.value
-        return self
-
-    def _cells(self) -> list[int]:
-        return self.host_vote.cells[self.row : self.row + self.host_vote.ranks].tolist()
-
-    def values(self) -> list[int]:
-        return [cell & ((1 << VALUE) - 1) for cell in self._cells()]
-
-    def _all_posted(self) -> bool:
-        number = self.number
-        return all(cell >> VALUE == number for cell in self._cells())
-
-    def is_completed(self) -> bool:
-        """All have posted, or one never will."""
-        return self.gone or self._all_posted()
-
-    def wait(self, patience: timedelta | None = None) -> bool:
-        """Until all have posted. RuntimeError after `patience`, or when the process of a rank has ended."""
-        begun, limit = time.monotonic(), (patience or self.host_vote.limit).total_seconds()
-        while not self._all_posted():
-            spent = time.monotonic() - begun
-            if spent < BUSY:
-                os.sched_yield()
-                continue
-            if self.host_vote.watch.ended() and not self._all_posted():
-                self.gone = True
-                raise RuntimeError("the process of a rank has ended")
-            if spent > limit:
-                raise RuntimeError(f"not all ranks came within {spent:.1f} s")
-            time.sleep(min(max(SHORT, spent / 50), LONG))
-        return True
 
 
 class ProcessWatch:
