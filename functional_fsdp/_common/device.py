@@ -131,11 +131,9 @@ def in_host_memory(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "meta" and hasattr(tensor.untyped_storage(), "host_bytes")
 
 
-def empty_as(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def empty_as(tensor: torch.Tensor) -> torch.Tensor:
     """Like `torch.empty_like`, in the same kind of memory."""
-    if in_host_memory(tensor):
-        return host_memory(tensor.numel(), dtype or tensor.dtype, tensor.device).view(tensor.shape)
-    return torch.empty_like(tensor, dtype=dtype)
+    return zeros_as(tensor) if in_host_memory(tensor) else torch.empty_like(tensor)
 
 
 def zeros_as(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

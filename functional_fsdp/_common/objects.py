@@ -50,8 +50,8 @@ PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type, torc
 HOLDERS = frozenset((dict, OrderedDict, list, tuple, set, types.FunctionType, torch.nn.Parameter))  # no atoms
 SEQUENCES = (list, tuple, deque, set, frozenset)
 WEAK = (weakref.ReferenceType, weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet)
-#: modules whose functions and classes are the same wherever their version is
-# Packages whose code and globals hold no part of a model. pytest's is in each `assert` of a file that it rewrote.
+#: packages whose functions and classes are the same wherever their version is, and hold no part of a model; pytest's is
+#: in each `assert` of a file that it rewrote
 STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "functional_fsdp", "_pytest"}
 
 
@@ -215,13 +215,12 @@ def contents_of(cell: types.CellType) -> tuple[Any, ...]:
         return ()
 
 
-def closed_over(function: types.FunctionType, defaults: bool = True) -> list[Part]:
+def closed_over(function: types.FunctionType) -> list[Part]:
     """What a function closes over, its defaults, and what is in its attributes."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     found = [Part(f".{name}", x) for name, cell in cells for x in contents_of(cell)]
-    if defaults:
-        found += [Part(".__defaults__", x) for x in function.__defaults__ or ()]
-        found += [Part(f".{name}", x) for name, x in (function.__kwdefaults__ or {}).items()]
+    found += [Part(".__defaults__", x) for x in function.__defaults__ or ()]
+    found += [Part(f".{name}", x) for name, x in (function.__kwdefaults__ or {}).items()]
     return found + [Part(f".{name}", x) for name, x in vars(function).items()]
 
 
@@ -254,6 +253,17 @@ def within(value: Any, into: Callable[[Any], bool] = lambda value: True) -> Iter
 
 
 # ---------------------------------------------------------------- code
+
+
+def package_of(value: Any) -> str:
+    """The package of a class, a function or a module of Python."""
+    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    return str(name or "builtins").partition(".")[0]
+
+
+def is_standard(value: Any) -> bool:
+    """Whether a class, a function or a module of Python is of a package of `STANDARD`."""
+    return package_of(value) in STANDARD
 
 
 @lru_cache(10_000)

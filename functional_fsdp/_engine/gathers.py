@@ -54,7 +54,6 @@ from .._common.errors import ScheduleError
 from .._common.ranges import ranged
 from .._common.record import Collective, Mark, Steps, check_kinds, together
 from .._common.torch_names import profiler
-from .._nn.packed_weight import PackedWeight
 from .._plan.advance import Action, Move
 from .._plan.layout import Bucket, Layout, LeafInfo, Unit, plan_layout
 from .._plan.plan import Plan
@@ -69,9 +68,8 @@ from .._storage.weights import (
     Loan,
     Place,
     Stored,
-    alias_of,
     gather,
-    lent_leaves,
+    lent_unit,
     own_of,
     read,
 )
@@ -320,8 +318,7 @@ class Arena:
     def _make(self, state: Stored, unit: Unit) -> Place:
         planned = self.plan.by_name[unit.name]
         starts = {part.bucket: part.address - planned.address for part in planned.parts}
-        views: dict[str, torch.Tensor] = {}
-        parts, resident, aliases = [], [], []
+        parts, resident, wholes = [], [], []
         for bucket in unit.buckets:
             if bucket.name in starts:
                 memory, address = self.where[unit.name]
@@ -334,13 +331,9 @@ class Arena:
                 assert kept is not None
                 whole = kept
                 resident.append((bucket, whole))
-            aliases.append(alias_of(whole))
-            views |= lent_leaves(bucket, aliases[-1], state.scales)
-        # packed weights have counters of their own
-        aliases += [view for view in views.values() if isinstance(view, PackedWeight)]
-        weights = {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True)}
+            wholes.append(whole)
         scales = tuple((b.name, state.scales[b.name]) for b in unit.buckets if b.in_float8)
-        return Place(Loan(unit.name, weights, aliases), tuple(parts), tuple(resident), aliases, scales)
+        return Place(lent_unit(state, unit, wholes), tuple(parts), tuple(resident), scales)
 
     def _part(self, state: Stored, bucket: Bucket, whole: torch.Tensor) -> BucketPlace:
         start, stop = read(state, bucket).span()
@@ -606,7 +599,7 @@ class Gathers:
     def invalidate(self) -> None:
         """The next step gathers other numbers: autograd shall refuse residuals that are kept until then."""
         for place in self.arena.places.values():
-            torch.autograd.graph.increment_version(place.aliases)
+            torch.autograd.graph.increment_version(place.loan.bases)
 
     # ---------------------------------------------------------------- who lies where
 

@@ -36,7 +36,6 @@ from .._common.errors import TreeError
 from .._common.objects import (
     BUILTINS,
     PROXIES,
-    STANDARD,
     Cache,
     Part,
     Walk,
@@ -45,8 +44,10 @@ from .._common.objects import (
     is_array,
     is_atom,
     is_opaque,
+    is_standard,
     is_weak,
     names_in,
+    package_of,
     parts,
     target,
 )
@@ -368,7 +369,7 @@ class Copier:
     def _class(self, cls: type, path: Path) -> None:
         """Refuse a class that holds a part of the model where its methods use it: a class is not copied."""
         for base in cls.__mro__:
-            if _root(base) in ("torch", "builtins"):
+            if package_of(base) in ("torch", "builtins"):
                 continue
             for name, value in [*vars(base).items()]:
                 function = getattr(value, "fget", None) or getattr(value, "__func__", value)
@@ -412,7 +413,7 @@ class Copier:
                 which, name, value = spaces.pop()
                 value = value.__wrapped__ if isinstance(value, Cache) else value
                 if isinstance(value, FunctionType):
-                    if _root(value) not in STANDARD:
+                    if not is_standard(value):
                         left.append(value)
                 elif isinstance(value, type | types.ModuleType):
                     spaces += self._inside(value, names)
@@ -424,12 +425,12 @@ class Copier:
 
     def _inside(self, space: Any, names: frozenset[str]) -> list[tuple[str, str, Any]]:
         """What a class or a module of Python has under these names."""
-        if (id(space), names) in self.looked or _root(space) in STANDARD:
+        if (id(space), names) in self.looked or is_standard(space):
             return []
         self.looked.add((id(space), names))
         found = []
         for base in getattr(space, "__mro__", (space,)):
-            held = {} if _root(base) in STANDARD else vars(base)
+            held = {} if is_standard(base) else vars(base)
             which = f"of {base.__name__}"
             found += [(f"the attribute {name!r} {which}", name, held[name]) for name in names if name in held]
         return [
@@ -453,12 +454,6 @@ class Copier:
 def is_fixed(value: Any) -> bool:
     """Whether a value cannot be told from an equal one: a tuple, a range, a partial of a class."""
     return isinstance(value, (tuple, frozenset, partial, MethodType, *BUILTINS)) or is_atom(value)
-
-
-def _root(value: Any) -> str:
-    """The package of a class, a function or a module of Python."""
-    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-    return str(name or "builtins").partition(".")[0]
 
 
 def _is_torchs(value: Any) -> bool:

@@ -9,7 +9,7 @@ Every State carries the cursor that it was returned with: `print(state.cursor)`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,17 +18,6 @@ from .plan import Plan
 
 _cursor_table = provided("look.cursor_table")
 Bits = int  # a set of small numbers, one bit each: 0b101 is {0, 2}
-
-
-def bits(some: Iterable[int]) -> Bits:
-    """
-    >>> bits([0, 2])
-    5
-    """
-    found = 0
-    for number in some:
-        found |= 1 << number
-    return found
 
 
 def numbers(some: Bits) -> Iterator[int]:

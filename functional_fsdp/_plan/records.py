@@ -22,13 +22,12 @@ import torch
 from .._spec.spec import Traits
 from .layout import Bucket, Layout
 from .plan import REDUCTIONS_AT_ONCE
-from .route import Coordinate, How, Partial, Route, States, partial_states, route, states_of, whole_states
+from .route import Coordinate, How, Partial, Replicated, Route, States, all_axes, route, states_of
 
 
 class Records(NamedTuple):
-    """Of one bucket, see the table at the top of this file. stored: the states in which gathers find it."""
+    """Of one bucket, see the table at the top of this file."""
 
-    stored: States
     unshard: Route
     beside: Route
     reduce: dict[bool, Route]
@@ -72,7 +71,7 @@ def reducing(
 ) -> Route:
     """Gradients, in the wire's dtype; where sums are exact in float32 from the first one on. The first axis is reduced
     on the reduce lane, a second one on the outer lane."""
-    fresh = states == partial_states(bucket)
+    fresh = states == all_axes(bucket, Partial)
     exact = bucket.exact and fresh  # what has been added up once carries float32
     then = torch.float32 if bucket.exact else bucket.wire
     packs = bucket.codec is not None and (fresh or bool(bucket.codec_axis))
@@ -84,11 +83,10 @@ def reducing(
 @lru_cache(maxsize=1 << 16)
 def records(bucket: Bucket, here: Coordinate, average: str, traits: Traits) -> Records:
     """Of the rank at `here`. `average`: "mean" or "sum"."""
-    stored, whole, final = stored_states(bucket), whole_states(bucket), states_of(bucket, "main")
-    fresh, rest = partial_states(bucket), states_of(bucket, "grads", Partial)
+    stored, whole, final = stored_states(bucket), all_axes(bucket, Replicated), states_of(bucket, "main")
+    fresh, rest = all_axes(bucket, Partial), states_of(bucket, "grads", Partial)
     ends = {True: final, False: rest}
     return Records(
-        stored,
         gathering(bucket, stored, whole, here, traits.gathers),
         gathering(bucket, stored, whole, here, "side"),
         {last: reducing(bucket, fresh, ends[last], here, average, traits, bucket.share) for last in ends},

@@ -118,11 +118,6 @@ def states_of(bucket: Bucket, kind: str, rest: Axis = Replicated) -> States:
     return tuple((axis, Sharded if axis in sharded else rest) for axis in bucket.placement.data)
 
 
-def whole_states(bucket: Bucket) -> States:
-    """Of a bucket that every rank has whole."""
-    return tuple((axis, Replicated) for axis in bucket.placement.data)
-
-
 def residual_states(bucket: Bucket) -> States:
     """Of gradients when they are packed: each rank has a summand along the axes that are still to be reduced."""
     done, main = bucket.before_packing, bucket.placement.main
@@ -130,9 +125,10 @@ def residual_states(bucket: Bucket) -> States:
     return tuple((axis, kinds.get(axis, Partial)) for axis in bucket.placement.data)
 
 
-def partial_states(bucket: Bucket) -> States:
-    """Of gradients fresh from a backward: each rank has a summand of the whole bucket."""
-    return tuple((axis, Partial) for axis in bucket.placement.data)
+def all_axes(bucket: Bucket, state: Axis) -> States:
+    """The same along all axes: Replicated, where every rank has the bucket whole; or Partial, of gradients fresh from a
+    backward, of which each rank has a summand of the whole."""
+    return tuple((axis, state) for axis in bucket.placement.data)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -37,7 +37,7 @@ from .._nn.packed_weight import PackedWeight
 from .._optim.optimizer import initial
 from .._plan.layout import Bucket, Layout, Leaf, LeafInfo
 from .._plan.records import keeps_copy
-from .._plan.route import Partial, Replicated, partial_states, states_of
+from .._plan.route import Partial, Replicated, all_axes, states_of
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.spec import Spec
@@ -190,9 +190,9 @@ def _residual(state: State, layout: Layout, spec: Spec, run: Runtime) -> Buffers
         mine |= _own_summands(buffer, spec.average)
     for buffer in made.values():
         whole = buffer.local
-        if buffer.states != partial_states(buffer.bucket):
+        if buffer.states != all_axes(buffer.bucket, Partial):
             whole = buffer.local.new_zeros(buffer.bucket.numel, dtype=torch.float32)
-        every = FlatBuffer(whole, buffer.bucket, partial_states(buffer.bucket), spec.mesh)
+        every = FlatBuffer(whole, buffer.bucket, all_axes(buffer.bucket, Partial), spec.mesh)
         for leaf, _, local in leaf_shards(every):
             if leaf.path in mine:
                 local.copy_(mine[leaf.path].reshape(-1))

@@ -25,7 +25,7 @@ import random
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AnySet
 from enum import Enum
 from pathlib import PurePath
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._common.device import checksum
-from .._common.objects import STANDARD, contents_of, global_names
+from .._common.objects import contents_of, global_names, is_standard, slots_in
 from .._common.torch_names import OpOverload, OpOverloadPacket
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -126,8 +126,8 @@ class _Walk:
                 self.visit(where, inside[0])
             else:
                 self.hide(where, _name(value) if callable(value) else _name(type(value)))
-        elif hasattr(value, "__dict__") or _slots(value):
-            self._object(where, value, _slots(value))
+        elif hasattr(value, "__dict__") or slots_in(value):
+            self._object(where, value, slots_in(value))
         elif " at 0x" not in (text := repr(value)):
             self.say(where, _short(f"{_name(type(value))} {text}"))  # a fraction, a range, a date
         else:
@@ -147,7 +147,7 @@ class _Walk:
         found = [
             f"{name} {_code(fn.__code__)}"
             for one in cls.__mro__
-            if not _standard(one)
+            if not is_standard(one)
             for name, fn in sorted(vars(one).items())
             if isinstance(fn, types.FunctionType) and (not name.startswith("__") or name == "__call__")
         ]
@@ -230,7 +230,7 @@ class _Walk:
             return
         self.say(where, f"function {_name(fn)}")
         names = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
-        if not _standard(fn):  # else its name says it
+        if not is_standard(fn):  # else its name says it
             self.say(f"{where}.code", _code(fn.__code__))
             given = fn.__defaults__ or ()
             arguments = fn.__code__.co_varnames[: fn.__code__.co_argcount]
@@ -315,20 +315,6 @@ def _name(value: Any) -> str:
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None) or getattr(value, "name", None)
     module = getattr(value, "__module__", None)
     return f"{module}.{name}" if name and isinstance(module, str) and module != "builtins" else str(name or value)
-
-
-def _standard(value: Any) -> bool:
-    """Whether a class or function is of a library that is the same wherever its version is."""
-    return str(getattr(value, "__module__", None) or "builtins").partition(".")[0] in STANDARD
-
-
-def _slots(value: Any) -> dict[str, Any]:
-    names = [name for cls in type(value).__mro__ for name in _several(vars(cls).get("__slots__", ()))]
-    return {name: getattr(value, name) for name in dict.fromkeys(names) if name[:2] != "__" and hasattr(value, name)}
-
-
-def _several(names: str | Iterable[str]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _cached(value: Any, name: Any) -> bool:

@@ -156,7 +156,6 @@ def find_units(
     tied: Sequence[str],
     patterns: Any,
     dims: Sequence[int],
-    where: str = "Spec(units)",
     index: PathIndex | None = None,
 ) -> list[Group]:
     """Group leaves into units, in order of first appearance. No two have the same name.
@@ -178,7 +177,7 @@ def find_units(
     def claim(i: int, unit: _Owner, prefix: str) -> None:
         if owner.setdefault(i, unit) != unit:
             raise SpecError(
-                f"{where}: the leaf {paths[i]!r} is in two units, {owner[i].name!r} and {unit.name!r}. "
+                f"Spec(units): the leaf {paths[i]!r} is in two units, {owner[i].name!r} and {unit.name!r}. "
                 f"A leaf belongs to one unit: make the patterns disjoint."
             )
         above.update(_ancestors(prefix))
@@ -191,8 +190,8 @@ def find_units(
             name = patterns(paths[i])
             if name is not None and not isinstance(name, str):
                 raise SpecError(
-                    f"{where}: the function gave {name!r} for the leaf {paths[i]!r}; expected the name of its unit, or "
-                    "None for what is to be grouped as without it."
+                    f"Spec(units): the function gave {name!r} for the leaf {paths[i]!r}; expected the name of its "
+                    "unit, or None for what is to be grouped as without it."
                 )
             if name is not None:
                 claim(i, _Owner("name", name), paths[i])
@@ -204,7 +203,8 @@ def find_units(
                 hits = index.hits(pattern)
                 if not hits:
                     raise SpecError(
-                        f"{where}: the pattern {pattern!r} matches nothing. Paths look like {', '.join(paths[:4])}, ..."
+                        f"Spec(units): the pattern {pattern!r} matches nothing. Paths look like "
+                        f"{', '.join(paths[:4])}, ..."
                     )
                 for i, prefix in hits.items():
                     if i < len(paths) and paths[i] not in alone:
@@ -217,7 +217,7 @@ def find_units(
     found: dict[_Owner, list[int]] = {}
     for i in range(len(paths)):
         found.setdefault(owner[i], []).append(i)
-    names = _names(list(found), {unit: paths[members[0]] for unit, members in found.items()}, where)
+    names = _names(list(found), {unit: paths[members[0]] for unit, members in found.items()})
     groups = [Group(names[unit], unit.name, members) for unit, members in found.items()]
     parts = {names[unit] for unit in found if unit.kind == "part" and unit not in blocks}
     _weigh(groups, nbytes, {names[unit] for unit in blocks if unit.kind != "leaf"}, parts, patterns is None)
@@ -347,7 +347,7 @@ def _blocks(paths: Sequence[str], nbytes: Sequence[int], free: Sequence[int], de
     return {i: joined[block] for i, block in blocks.items()}
 
 
-def _names(units: Sequence[_Owner], first: dict[_Owner, str], where: str) -> dict[_Owner, str]:
+def _names(units: Sequence[_Owner], first: dict[_Owner, str]) -> dict[_Owner, str]:
     """A name for each unit, no two alike. `first`: a leaf of each."""
     taken = {unit.name: unit for unit in units if unit.kind != "part"}
     names: dict[_Owner, str] = {}
@@ -357,7 +357,7 @@ def _names(units: Sequence[_Owner], first: dict[_Owner, str], where: str) -> dic
             tree, chosen = (unit, other) if other.kind == "name" else (other, unit)
             why = "which no pattern covers" if tree.kind == "part" else "a tied leaf, which is a unit of its own"
             raise SpecError(
-                f"{where}: the name {chosen.name!r} is also the unit of {first[tree]!r}, {why}. "
+                f"Spec(units): the name {chosen.name!r} is also the unit of {first[tree]!r}, {why}. "
                 f"Choose another name for the unit of {first[chosen]!r}."
             )
         names[unit] = unit.name

@@ -211,6 +211,16 @@ def alias_of(whole: torch.Tensor) -> torch.Tensor:
     return alias.set_(whole.untyped_storage(), whole.storage_offset(), whole.shape, (1,))
 
 
+def lent_unit(state: Stored, unit: Unit, wholes: Sequence[torch.Tensor]) -> Loan:
+    """The weights of a unit whose buckets lie in these bytes, each whole."""
+    views: dict[str, torch.Tensor] = {}
+    bases = [alias_of(whole) for whole in wholes]
+    for bucket, base in zip(unit.buckets, bases, strict=True):
+        views |= lent_leaves(bucket, base, state.scales)
+    bases += [view for view in views.values() if isinstance(view, PackedWeight)]  # which have counters of their own
+    return Loan(unit.name, {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True)}, bases)
+
+
 class Gathered:
     """A unit's weights outside the arena. `release` gives their storage back, the next gather fills it again.
 
@@ -222,17 +232,14 @@ class Gathered:
         self.debug = debug
         self.buckets = {bucket.name: bucket for bucket in unit.buckets}
         self.whole: dict[str, torch.Tensor] = {}
-        views: dict[str, torch.Tensor] = {}
-        aliases = []
+        wholes = []
         for bucket in unit.buckets:
-            resident = own_of(state, bucket, debug)
-            if resident is None:
+            whole = own_of(state, bucket, debug)
+            if whole is None:
                 local = state.main[bucket.name].local
-                resident = self.whole[bucket.name] = local.new_empty(bucket.gathered.numel, dtype=bucket.gather)
-            aliases.append(alias_of(resident))
-            views |= lent_leaves(bucket, aliases[-1], state.scales)
-        weights = {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True)}
-        self.loan = Loan(unit.name, weights, aliases)
+                whole = self.whole[bucket.name] = local.new_empty(bucket.gathered.numel, dtype=bucket.gather)
+            wholes.append(whole)
+        self.loan = lent_unit(state, unit, wholes)
 
     def gather(self, state: Stored, lane: str = "side") -> None:
         self.allocate()
@@ -285,14 +292,12 @@ class Place:
         loan: Loan,
         parts: tuple[BucketPlace, ...],
         resident: tuple[tuple[Bucket, torch.Tensor], ...],
-        aliases: list[torch.Tensor],
         scales: tuple[tuple[str, torch.Tensor], ...] = (),
     ) -> None:
         self.loan = loan
         self.parts = parts
         self.resident = resident
         self.scales = scales  # of buckets in float8: of the state that the weights are of
-        self.aliases = aliases  # the bases of what is handed out, with their version counters
         self.issued = tuple(one for part in parts for one, _ in part.steps)
         self.key = loan.unit.encode()  # for the digest that ranks compare
         self.single = all(len(part.steps) <= 1 for part in parts) and all(o.kind != "all_reduce" for o in self.issued)

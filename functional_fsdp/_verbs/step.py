@@ -293,7 +293,7 @@ def put_back(kept: Kept) -> None:
 
 
 def apply_optimizer(
-    state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | None, given: Leaves = NOTHING
+    state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | None, given: Leaves
 ) -> tuple[Any, Any]:
     """The update of all, eagerly: on GPUs in parts, as gradients come, if the optimizer is one for parts. A stream
     waits, the host does not. Compute has waited for all of it at the end, also where it raises."""

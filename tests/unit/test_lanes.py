@@ -316,7 +316,7 @@ def test_together_dies_with_each_of_its_jobs() -> None:
 
 def gathering(cast: str | None, gathered: str) -> Place:
     """A unit's place whose last gather has these marks."""
-    place = Place(Loan("a unit", {}), (), (), [])
+    place = Place(Loan("a unit", {}), (), ())
     place.cast, place.gathered = cast, gathered
     return place
 

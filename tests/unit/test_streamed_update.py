@@ -24,7 +24,7 @@ from functional_fsdp._common.device import clone_as, empty_as, host_memory, in_h
 from functional_fsdp._host_memory import streamed
 from functional_fsdp._optim.optimizer import runs
 from functional_fsdp._optim_extra.muon import Muon
-from functional_fsdp._state import update
+from functional_fsdp._verbs import step as _step
 
 HOST = "pinned_host"
 CPU = torch.device("cpu")
@@ -65,10 +65,12 @@ class StoppedError(BaseException):
 @contextmanager
 def stopped_at(line: int) -> Iterator[list[int]]:
     """Raise before this line of the update's, in the order in which lines run. Gives how many there were."""
-    names, seen = {streamed.__name__, update.__name__}, [0]
+    names, seen = {streamed.__name__, _step.__name__}, [0]
+    verb = {"step", "_vote_and_take", "_take"}  # around the update
 
     def called(frame: FrameType, event: str, arg: Any) -> Any:
-        return inside if frame.f_globals.get("__name__") in names else None
+        ours = frame.f_globals.get("__name__") in names and frame.f_code.co_name not in verb
+        return inside if ours else None
 
     def inside(frame: FrameType, event: str, arg: Any) -> Any:
         if event == "line":
