@@ -42,8 +42,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Generator, Sequence
-from functools import partial
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,7 +79,7 @@ if TYPE_CHECKING:
 
 GatherSteps = tuple[tuple[Collective, torch.Tensor], ...]  # collectives, and where each one lands
 PLAIN = Traits()
-_take_turn, _overwrite = provided("extend.take_turn"), provided("extend.overwrite")
+_take_turn, _planned_copies = provided("extend.take_turn"), provided("extend.PlannedCopies")
 
 
 class Portions:
@@ -356,7 +355,7 @@ class Gathers:
         flying: gathers that compute has not waited for; newest: the end of the newest one.
         released: the point from which a unit's bytes are free, in order of release.
         fence: whether the next gather waits for all that compute has done.
-        copied: units that are copied to their planned place, and what ends that; see `copy_to_planned`.
+        copied: units that are gathered off the plan, and copied to their planned place.
         written: units that are lent, and into whose weights an operation has written.
         digest: of the gathers that this step has issued.
     """
@@ -377,7 +376,7 @@ class Gathers:
         self.flying: dict[str, Place] = {}
         self.released: dict[str, Mark] = {}
         self.written: list[str] = []
-        self.copied: dict[str, Any] = {}
+        self.copied: Any = _planned_copies(self)
 
     # ---------------------------------------------------------------- unshard
 
@@ -394,7 +393,7 @@ class Gathers:
             names = self._by_plan(names)
             if not names:
                 return progress.position, ()
-        if self.copied and any(map(self._lain_over, names)):
+        if self.copied and any(map(self.copied.lie_over, names)):
             return progress.position, tuple([("unplanned", name) for name in names])
         known = progress.position.moves.get(("unshard", names))  # nearly always: `Progress.move`, without a call
         return known or progress.move("unshard", names)
@@ -423,7 +422,7 @@ class Gathers:
     def start(self, state: Stored, index: int) -> None:
         """Start gather number `index` of the plan."""
         unit = self.progress.plan.gathers[index].unit
-        lying = self._make_way(unit) if self.copied else ()
+        lying = self.copied.make_way(unit) if self.copied else ()
         after = self._free(unit)
         fresh = self.arena.allocate(unit)
         place = self.arena.place(state, unit)
@@ -440,7 +439,7 @@ class Gathers:
         place.gathered = self.newest = submit("gather", issued, job, after, single, mark=place.gathered)
         self.flying[unit] = place
         for name in lying:
-            self.copy_to_planned(name)
+            self.copied.put(name)
 
     # ---------------------------------------------------------------- off the plan
 
@@ -486,7 +485,7 @@ class Gathers:
         """Gather a unit on which ranks have agreed: at its place, if that is wished, unless what is lent lies there.
         Not in memory that ranks share: peers that only help have none there."""
         self.sink.touched(self.progress.layout.by_name[unit])
-        if by_plan and not self.arena.stays and not self._crowded(unit):
+        if by_plan and not self.arena.stays and not self.is_crowded(unit):
             self._free(unit)
             self.arena.allocate(unit)
             for part in self.arena.place(state, unit).parts:
@@ -496,20 +495,6 @@ class Gathers:
                 self.unplanned[unit] = Gathered(state, self.progress.layout.by_name[unit], self.debug)
             self.unplanned[unit].gather(state, LANE if self.progress.cursor.agreed else "side")
             self.unplanned[unit].loan.lend()
-
-    def copy_to_planned(self, unit: str) -> Callable[[], None] | None:
-        """A unit that is gathered off the plan is needed where it lies by the plan, too. Returns what ends that; None
-        if it cannot be."""
-        if unit in self.copied:
-            return lambda: None  # it lies there for a call around this one
-        outside = self.unplanned.get(unit)
-        if unit not in self.arena.places or not outside or self.carrier.read or self._crowded(unit):
-            return None
-        for name, other in self.flying.items():
-            if self.progress.plan.overlap(unit, name):
-                self.run.lanes.wait(other.gathered)
-        self.copied[unit] = _overwrite(self.arena, unit, outside.whole)
-        return partial(self._put_away, unit)
 
     # ---------------------------------------------------------------- release
 
@@ -612,33 +597,11 @@ class Gathers:
         places, outside = self.arena.places, self.unplanned
         return all(here[name].loan.unchanged for here in (outside, places) if name in here)
 
-    def _crowded(self, unit: str) -> bool:
+    def is_crowded(self, unit: str) -> bool:
         """Whether something that is lent lies where a unit would."""
         plan = self.progress.plan
         places = self.arena.places.items() if unit in plan.crowded else ()
-        return any(place.loan.held and plan.overlap(unit, name) for name, place in places) or self._lain_over(unit)
-
-    def _lain_over(self, unit: str) -> bool:
-        """Whether a unit that is copied to its planned place lies where this one would, see `copy_to_planned`."""
-        plan = self.progress.plan
-        return unit in plan.crowded and any(plan.overlap(unit, name) for name in self.copied)
-
-    def _make_way(self, unit: str) -> list[str]:
-        """A gather writes where units may be copied to: they are put away, and these are copied there again once it is
-        done. Nothing if it is the unit itself: it now lies there by the plan."""
-        lying = [name for name in self.copied if self.progress.plan.overlap(unit, name)]
-        for name in lying:
-            self._put_away(name)
-        if unit in self.copied:
-            self.copied[unit] = None
-        return lying
-
-    def _put_away(self, unit: str) -> None:
-        """What the plan has where a unit was copied to lies there again."""
-        undo = self.copied.pop(unit, None)
-        if undo is not None:
-            undo()
-            self.fence = True  # what is gathered there next comes after this
+        return any(place.loan.held and plan.overlap(unit, name) for name, place in places) or self.copied.lie_over(unit)
 
     def _free(self, unit: str) -> Mark:
         """The point from which a unit's place may be written: the newest release of what lay there."""

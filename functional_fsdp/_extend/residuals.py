@@ -7,6 +7,8 @@ autograd kept points at the bytes of the first one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,6 +22,52 @@ def copy_to_fallback(gathers: Gathers, unit: str) -> None:
     there.allocate()
     for part in gathers.arena.places[unit].parts:
         there.whole[part.bucket.name].copy_(part.whole)
+
+
+class PlannedCopies(dict[str, Any]):
+    """Units that are gathered off the plan, and copied to their planned place: by name what ends that; None: the plan
+    has come to the unit itself."""
+
+    def __init__(self, gathers: Gathers) -> None:
+        super().__init__()
+        self.gathers = gathers
+
+    def put(self, unit: str) -> Callable[[], None] | None:
+        """A unit that is gathered off the plan is needed where it lies by the plan, too. Returns what ends that; None
+        if it cannot be."""
+        if unit in self:
+            return lambda: None  # it lies there for a call around this one
+        gathers = self.gathers
+        outside = gathers.unplanned.get(unit)
+        if unit not in gathers.arena.places or not outside or gathers.carrier.read or gathers.is_crowded(unit):
+            return None
+        for name, other in gathers.flying.items():
+            if gathers.progress.plan.overlap(unit, name):
+                gathers.run.lanes.wait(other.gathered)
+        self[unit] = overwrite(gathers.arena, unit, outside.whole)
+        return partial(self._put_away, unit)
+
+    def lie_over(self, unit: str) -> bool:
+        """Whether one of them lies where a unit would."""
+        plan = self.gathers.progress.plan
+        return unit in plan.crowded and any(plan.overlap(unit, name) for name in self)
+
+    def make_way(self, unit: str) -> list[str]:
+        """A gather writes where they may lie: they are put away, and put there again once it is done. Nothing if it is
+        the unit itself: it now lies there by the plan."""
+        lying = [name for name in self if self.gathers.progress.plan.overlap(unit, name)]
+        for name in lying:
+            self._put_away(name)
+        if unit in self:
+            self[unit] = None
+        return lying
+
+    def _put_away(self, unit: str) -> None:
+        """What the plan has where a unit was copied to lies there again."""
+        undo = self.pop(unit, None)
+        if undo is not None:
+            undo()
+            self.gathers.fence_off()  # what is gathered there next comes after this
 
 
 def overwrite(arena: Arena, unit: str, whole: Mapping[str, torch.Tensor]) -> Callable[[], None]:
@@ -45,4 +93,4 @@ def overwrite(arena: Arena, unit: str, whole: Mapping[str, torch.Tensor]) -> Cal
     return undo
 
 
-provide("extend", overwrite)
+provide("extend", PlannedCopies)

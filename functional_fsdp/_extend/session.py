@@ -325,7 +325,7 @@ class Session:
     def copy_to_planned(self, unit: str) -> Callable[[], None] | None:
         """The other way round: a unit that is gathered off the plan is needed where it lies by the plan, too.
         Returns what ends that; None if something else lies there."""
-        return self._executor.gathers.copy_to_planned(unit)
+        return self._executor.gathers.copied.put(unit)
 
     def spoil(self, state: State, units: Iterable[str], why: str) -> None:
         """What was lent of these units was changed. Where it is the state's own (replicated weights), its lineage is of

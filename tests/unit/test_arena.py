@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 import functional_fsdp as fsdp
 from functional_fsdp._engine.gathers import Arena, Gathers
-from functional_fsdp._extend.residuals import overwrite
+from functional_fsdp._extend.residuals import PlannedCopies, overwrite
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
 from functional_fsdp._plan.plan import make_plan
 
@@ -61,15 +60,15 @@ def test_a_place_is_crowded_while_something_that_is_held_lies_there() -> None:
         places = {unit: SimpleNamespace(loan=SimpleNamespace(held=one)) for unit, one in held.items()}
         others = {"a": ("c", "d"), "b": ()}
         plan = SimpleNamespace(overlap=lambda one, other: other in others[one], crowded={"a", "c", "d"})
-        made: Any = SimpleNamespace(arena=SimpleNamespace(places=places), copied=dict.fromkeys(put))
-        made.progress = SimpleNamespace(plan=plan)
-        made._lain_over = partial(Gathers._lain_over, made)
+        made: Any = SimpleNamespace(arena=SimpleNamespace(places=places), progress=SimpleNamespace(plan=plan))
+        made.copied = PlannedCopies(made)
+        made.copied.update(dict.fromkeys(put))
         return made
 
-    assert Gathers._crowded(lent(a=True, d=True), "a") is True
-    assert Gathers._crowded(lent(c=False, d=False), "a") is False  # was released
-    assert Gathers._crowded(lent(), "a") is False  # was never gathered
-    assert Gathers._crowded(lent(a=True, c=True, d=True), "b") is False
-    assert Gathers._crowded(lent("d"), "a") is True
-    assert Gathers._crowded(lent("b"), "a") is False
-    assert Gathers._crowded(lent("a", "d"), "b") is False
+    assert Gathers.is_crowded(lent(a=True, d=True), "a") is True
+    assert Gathers.is_crowded(lent(c=False, d=False), "a") is False  # was released
+    assert Gathers.is_crowded(lent(), "a") is False  # was never gathered
+    assert Gathers.is_crowded(lent(a=True, c=True, d=True), "b") is False
+    assert Gathers.is_crowded(lent("d"), "a") is True
+    assert Gathers.is_crowded(lent("b"), "a") is False
+    assert Gathers.is_crowded(lent("a", "d"), "b") is False
