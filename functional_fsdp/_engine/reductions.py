@@ -27,7 +27,7 @@ from .staging import Staging, Values
 if TYPE_CHECKING:
     from .executor import Progress
 
-_equal_check = provided("look.equal_check")
+_equal_check, _error_feedback = provided("look.equal_check"), provided("codecs.ErrorFeedback")
 
 
 class Reductions:
@@ -47,7 +47,7 @@ class Reductions:
         residual: Mapping[str, FlatBuffer] | None = None,
     ) -> None:  # fmt: skip
         self.run, self.progress, self.carrier, self.gathers = run, progress, carrier, gathers
-        self.sink, self.residual = sink, residual
+        self.sink, self.feedback = sink, _error_feedback(residual or {})
         self.layout = progress.layout
         trained = {unit.name: [b for b in unit.buckets if b.trainable] for unit in self.layout.units}
         self.hollow = {name: some for name, some in trained.items() if not any(bucket.numel for bucket in some)}
@@ -65,7 +65,7 @@ class Reductions:
         """Staging for the plan, in which there is nothing yet. `depth`: the digest of how far reductions went."""
         spec, plan = self.progress.spec, self.progress.plan
         self.sink.drop()
-        self.staging = Staging(self.run, plan, spec, self.carrier, self.sink, depth, self.residual)
+        self.staging = Staging(self.run, plan, spec, self.carrier, self.sink, depth, self.feedback)
 
     # ---------------------------------------------------------------- main gradients
 
@@ -174,6 +174,7 @@ class Reductions:
     def restart(self) -> None:
         """Back to the state between steps. Compute has waited for all."""
         self.staging.restart()
+        self.feedback.clear()
         self.grads, self.digest = {}, 0
         self.last = True
         if self.check is not None:

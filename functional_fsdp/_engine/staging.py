@@ -31,9 +31,9 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -189,7 +189,6 @@ def _moved(staged: Sequence[StagedBucket], slots: Sequence[StagedBucket]) -> Ste
     yield from ()
 
 
-Feedback = tuple[torch.Tensor, torch.Tensor]  # the residual so far, and where the next one goes; perhaps the same
 _packed_sum, _exact_sum = provided("codecs.packed_sum"), provided("exact_sums.exact_sum")
 _used_up = provided("exact_sums.used_up")
 
@@ -201,18 +200,17 @@ class Staging:
     """Every reduction's stage, and those that are under way, oldest first.
 
     Args:
-        sink: where the gradients end.
+        sink: where the gradients end. feedback: what packing loses, see `codecs.packed_reductions`.
 
     Attributes:
         digest: of how far reductions went in this step, where they may stay partial. Votes compare it, since on GPUs
             nobody else sees that ranks send other collectives.
         unshared: whether each reduction has bytes of its own, so that compute waits for none.
-        residual: of buckets with feedback, what earlier steps have lost. errors: what is lost up to now in this one.
     """
 
     def __init__(
         self, run: Runtime, plan: Plan, spec: Spec, carrier: Carrier, sink: GradientSink, digest: int = 0,
-        residual: Mapping[str, FlatBuffer] | None = None,
+        feedback: Any = None,
     ) -> None:  # fmt: skip
         self.run = run
         self.plan = plan
@@ -221,8 +219,7 @@ class Staging:
         self.tail = len(plan.reductions) - TAIL  # the index of the first of those
         self.digest = digest
         self.sink = sink
-        self.residual = residual or {}
-        self.errors: dict[str, torch.Tensor] = {}
+        self.feedback = feedback
         self.stages: dict[int, StagingSlot] = {}
         self.busy: deque[StagingSlot] = deque()
         self.completing = False  # whether something beside them is under way
@@ -336,7 +333,7 @@ class Staging:
         name = bucket.name
         have = grads.get(name)
         self.seen[name] = name in self.seen
-        feedback = None if way.codec is None else self._feedback(bucket)
+        feedback = None if way.codec is None else self.feedback.of(bucket.name)
         if have is not None:
             return self._steps(way, stage, spare, have.local, True, None, feedback)
         consumer = self.sink.consumers.get(name) if self.sink.consumers else None
@@ -352,7 +349,7 @@ class Staging:
 
     def _steps(
         self, way: Route, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor | None, add: bool,
-        consumer: BucketConsumer | None = None, feedback: Feedback | None = None, far: bool = False,
+        consumer: BucketConsumer | None = None, feedback: Any = None, far: bool = False,
     ) -> Steps:  # fmt: skip
         """The steps, in place in `stage`, the last one straight into `out` if it can be; else copied or added. Or they
         are used up by a consumer. feedback: what a way with a codec loses is kept there. far: `out` is the host's
@@ -389,23 +386,6 @@ class Staging:
             out.add_(local)
         elif out is not None and local is not out:
             out.copy_(local)
-
-    def _feedback(self, bucket: Bucket) -> Feedback | None:
-        """What packing has lost of a bucket, and where what it loses now goes: of the step's first reduction, bytes of
-        its own, as the step may not be taken."""
-        if bucket.name not in self.residual:
-            return None
-        old, new = self.residual[bucket.name].local, self.errors.get(bucket.name)
-        if new is None:
-            new = self.errors[bucket.name] = torch.empty_like(old)
-            return old, new
-        return new, new
-
-    def keep_errors(self, skip: torch.Tensor | None) -> None:
-        """The step is taken: what it has lost is the residual, but where `skip` says that it changes nothing."""
-        for name, new in self.errors.items():
-            old = self.residual[name].local
-            old.copy_(new if skip is None else torch.where(skip, old, new))
 
     def outside(self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool) -> None:
         """Reduce the gradients of a unit that no plan names. Compute waits for it."""
@@ -450,15 +430,13 @@ class Staging:
             self._note(bucket, True)
         local = self.sink.memory(bucket, way.numel)
         grads[bucket.name] = FlatBuffer(local, bucket, way.states, self.mesh)
-        feedback = None if way.codec is None else self._feedback(bucket)
+        feedback = None if way.codec is None else self.feedback.of(bucket.name)
         job = self._complete(bucket, way, have.local, local, feedback)
         done = self._submit([job], [way], self.run.lanes.mark(), ordered=True)
         if self.plan.schedule.overlap_update:
             self.sink.there([bucket], done)
 
-    def _complete(
-        self, bucket: Bucket, way: Route, have: torch.Tensor, out: torch.Tensor, feedback: Feedback | None
-    ) -> Steps:
+    def _complete(self, bucket: Bucket, way: Route, have: torch.Tensor, out: torch.Tensor, feedback: Any) -> Steps:
         if not self.run.lanes.waits_on_host:
             self.run.lanes.wait(self.marks.get("outer"))  # the lane does: what is partial may have ended there
         dtype = way.collectives[0].dtype if way.collectives else have.dtype
@@ -531,7 +509,6 @@ class Staging:
     def restart(self) -> None:
         """Back to the state between steps. Compute has waited for all."""
         self.unshared = False
-        self.errors.clear()
         self.seen.clear()
         self.digest = 0
 

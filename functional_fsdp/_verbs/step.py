@@ -167,7 +167,7 @@ def _take(
             there = executor.sink.renewed_copies(before)
             refresh(state.main, state.weights, state.scales, trainable_only=True, there=there)
         if state.residual:
-            executor.reductions.staging.keep_errors(kept)
+            executor.reductions.feedback.keep(kept)
         state.count.add_(1 if kept is None else ~kept)
         if skip is not None and lineage.offset is not None:
             lineage.offset.add_(skip if gate is None else gate.stands(skip))

@@ -12,7 +12,7 @@ is added to the residual of the rank that packed it.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,17 +22,51 @@ from .._common.calls import provide
 from .._common.errors import SpecError
 from .._common.record import Collective
 from .._common.tracing import refuse, traced_as
-from .._engine.staging import Feedback
 from .._plan.layout import STAGED, aligned
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.codec import START, Codec, Form, Planes
 from .._state.state import State
+from .._storage.flat import FlatBuffer
 from .._verbs.metrics import Wire, axes_of, chosen_axes, compared
 from . import kernels
 
 __all__ = ["add_up", "pack", "pack_part", "packed_mean", "packed_sum", "unpack_whole"]
 
+Feedback = tuple[torch.Tensor, torch.Tensor]  # the residual so far, and where the next one goes; perhaps the same
 MOST = 1 << 23  # elements at once: what is between is some float32 tensors of so many
+
+
+class ErrorFeedback:
+    """What packing loses of a lineage's gradients.
+
+    Attributes:
+        residual: by bucket, what earlier steps have lost. errors: what is lost up to now in this one.
+    """
+
+    def __init__(self, residual: Mapping[str, FlatBuffer]) -> None:
+        self.residual = residual
+        self.errors: dict[str, torch.Tensor] = {}
+
+    def of(self, bucket: str) -> Feedback | None:
+        """What packing has lost of a bucket, and where what it loses now goes: of the step's first reduction, bytes of
+        its own, as the step may not be taken."""
+        if bucket not in self.residual:
+            return None
+        old, new = self.residual[bucket].local, self.errors.get(bucket)
+        if new is None:
+            new = self.errors[bucket] = torch.empty_like(old)
+            return old, new
+        return new, new
+
+    def keep(self, skip: torch.Tensor | None) -> None:
+        """The step is taken: what it has lost is the residual, but where `skip` says that it changes nothing."""
+        for name, new in self.errors.items():
+            old = self.residual[name].local
+            old.copy_(new if skip is None else torch.where(skip, old, new))
+
+    def clear(self) -> None:
+        """A step begins."""
+        self.errors.clear()
 
 
 def _planes(codec: Codec, bits: torch.Tensor, n: int) -> Planes:
@@ -188,4 +222,4 @@ def packed_mean(
     return found
 
 
-provide("codecs", packed_sum, packed_mean)
+provide("codecs", packed_sum, packed_mean, ErrorFeedback)
