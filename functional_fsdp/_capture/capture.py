@@ -20,14 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .._common.errors import ScheduleError
 from .._common.interrupts import arrive, uninterruptible
 from .._common.record import Collective
-from .._runtime.given import Fixed
+from .._runtime.given import FIXED, FULL, GradientMask, Seats, agreed_row
+from .._runtime.runtime import Runtime
 from .._state.lineage import Lineage, Version
 from .._state.state import State
 from .arrivals import UpdatesOnArrival
@@ -120,6 +121,32 @@ def _same(state: State) -> State:
     return state
 
 
+class Fixed(NamedTuple):
+    """What a captured step takes for granted: this rank's row of gradients, and all ranks'. An empty one: all came."""
+
+    seats: Seats
+    row: bytes
+    agreed: bytes
+
+    @classmethod
+    def of(cls, given: GradientMask) -> Fixed:
+        """What the last step has found."""
+        return cls(given.seats, given.row, given.agreed)
+
+    @property
+    def vote(self) -> int:
+        """Of this rank."""
+        return FIXED if self.agreed or self.row else FULL
+
+    def again(self, run: Runtime, seen: tuple[int, int]) -> None:
+        """Agree as an eager step would, in which other ranks may be.
+
+        Raises:
+            ScheduleError: on every rank, if other leaves have gradients now.
+        """
+        agreed_row(run, self.seats, seen, self.row, self.agreed)
+
+
 class Capture:
     """One step as it was captured: the collectives it issues by lane, and what it votes with.
 
@@ -162,7 +189,7 @@ class Capture:
         self.jobs = {name: list(log.tail) for name, log in logs.items() if log.count}
         self.digest, before = run.voted
         self.remarks = run.remarks[:before], run.remarks[before:]
-        self.fixed = self.executor.reductions.given.fixed
+        self.fixed = Fixed.of(self.executor.reductions.given)
         streamed = self.executor.sink.streams
         self.held = self.executor.gathers.arena, self.executor.reductions.staging, streamed and tuple(streamed.buffers)
 

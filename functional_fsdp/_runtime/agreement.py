@@ -205,10 +205,14 @@ class Agreement:
 
     def along(self, axes: frozenset[str], rank: int | None = None) -> list[int]:
         """The ranks with the coordinates of a rank, by default this one, but along these axes."""
-        at_rank = [at for _, at in self.position] if rank is None else (self.grid == rank).nonzero()[0].tolist()
-        place = tuple(slice(None) if axis in axes else at for (axis, _), at in zip(self.position, at_rank, strict=True))
-        found: list[int] = self.grid[place].flatten().tolist()
+        place = self.coordinate if rank is None else self.coordinate_of(rank)
+        row = tuple(slice(None) if axis in axes else at for axis, at in place.items())
+        found: list[int] = self.grid[row].flatten().tolist()
         return found
+
+    def coordinate_of(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on each axis of the mesh."""
+        return dict(zip(self.sizes, (self.grid == rank).nonzero()[0].tolist(), strict=True))
 
     def collective(self, hop: Collective, out: Any, given: Any) -> Steps:
         """One collective, as a part of a job. `given` may be the rank's own slice of `out`, or the same
@@ -695,7 +699,7 @@ def agree(joint: Joint, part: str, work: Callable[[], tuple[T, list[Topic]]]) ->
 
     found = joint(do, part)
     result, topics = made.pop()
-    places = [_place(run, rank) for rank in run.ranks]
+    places = [run.coordinate_of(rank) for rank in run.ranks]
     if _alike(found, places):
         return result
     everyone = joint(lambda: [topic.lines for topic in topics], f"{part}, line by line")
@@ -735,12 +739,6 @@ def _alike(found: list[dict[tuple[int, Axes], str]], places: list[dict[str, int]
             if seen.setdefault(tuple(place[axis] for axis in key[1]), digests[key]) != digests[key]:
                 return False
     return True
-
-
-def _place(run: Runtime, rank: int) -> dict[str, int]:
-    """Where a rank stands on each axis of the mesh."""
-    at = (run.grid == rank).nonzero()[0].tolist()
-    return dict(zip(run.sizes, at, strict=True))
 
 
 def _short(line: str) -> str:

@@ -128,23 +128,6 @@ class Seats:
         return ", ".join(map(repr, paths[:3])) + more if paths else "no leaf"
 
 
-class Fixed(NamedTuple):
-    """What a captured step takes for granted: this rank's vote, its row, and that of all ranks. An empty row: all."""
-
-    seats: Seats
-    vote: int
-    row: bytes
-    agreed: bytes
-
-    def again(self, run: Agreement, seen: tuple[int, int]) -> None:
-        """Agree as an eager step would, in which other ranks may be.
-
-        Raises:
-            ScheduleError: on every rank, if other leaves have gradients now.
-        """
-        _agreed(run, self.seats, seen, self.row, self.agreed)
-
-
 class GradientMask:
     """Which leaves of the step in progress got a gradient on this rank, by unit, and what ranks made of it."""
 
@@ -152,8 +135,8 @@ class GradientMask:
         self.seats = Seats(layout, sizes, coordinate)
         self.full: set[str] = set()  # units of which all leaves did
         self.noted: dict[str, int] = {}  # masks of those of which only some did
-        self.row = b""  # of the last vote
-        self.fixed = Fixed(self.seats, FULL, b"", b"")  # what the last step found
+        self.row = b""  # this rank's in the last vote; empty: every leaf has a gradient
+        self.agreed = b""  # and that of all ranks
 
     def note(self, unit: str, came: int) -> None:
         """Gradients of a unit came, of these leaves: one bit each as `Unit.paths`, or ALL. Calls add up."""
@@ -193,12 +176,11 @@ class GradientMask:
 
         Collective: where no rank has them all, an all-reduce of a byte a leaf, on the host.
         """
-        agreed = _agreed(run, self.seats, seen, self.row, None)
-        self.fixed = Fixed(self.seats, FIXED if agreed or self.row else FULL, self.row, agreed)
-        return self.seats.lacking(agreed)
+        self.agreed = agreed_row(run, self.seats, seen, self.row)
+        return self.seats.lacking(self.agreed)
 
 
-def _agreed(run: Agreement, seats: Seats, seen: tuple[int, int], row: bytes, fixed: bytes | None) -> bytes:
+def agreed_row(run: Agreement, seats: Seats, seen: tuple[int, int], row: bytes, fixed: bytes | None = None) -> bytes:
     """The row of all ranks. Empty ones: every leaf got a gradient. `fixed`: what a captured step had found."""
     if run.size == 1:
         return row

@@ -46,10 +46,6 @@ class Context:
         return f"Context(layout={self.layout.hash})"
 
 
-def _empty() -> Any:
-    return ()
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class State(Stored):
     """Parameters, gradients and optimizer state, sharded. A pytree; frozen; verbs return a new one.

@@ -24,7 +24,7 @@ from support.tables import marked
 import functional_fsdp as fsdp
 from functional_fsdp import Optimizer, ScheduleError, Spec
 from functional_fsdp import transforms as T
-from functional_fsdp._capture.capture import Capture
+from functional_fsdp._capture.capture import Capture, Fixed
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
 from functional_fsdp._runtime.given import ALL, FULL, LACKS, GradientMask, NewCounts, Seats
 from functional_fsdp.transforms._cuda_graph.graphed import signature
@@ -571,7 +571,7 @@ def mixed(eager: dict[str, bool]) -> tuple[str, int]:
     state = partly(state, b=False)
     given = state._executor.reductions.given
     if dist.get_rank() == 0:
-        fixed = given.fixed
+        fixed = Fixed.of(given)
         given.vote = lambda: fixed.vote  # type: ignore[method-assign]
         given.agree = lambda run, seen: fixed.again(run, seen) or given.seats.lacking(fixed.agreed)  # type: ignore
     try:
