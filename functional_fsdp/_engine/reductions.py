@@ -174,7 +174,8 @@ class Reductions:
     def restart(self) -> None:
         """Back to the state between steps. Compute has waited for all."""
         self.staging.restart()
-        self.feedback.clear()
+        if self.feedback.errors:
+            self.feedback.clear()
         self.grads, self.digest = {}, 0
         self.last = True
         if self.check is not None:
