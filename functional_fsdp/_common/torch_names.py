@@ -204,6 +204,7 @@ OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 functional_collectives: Any = torch.ops._c10d_functional
 to_scalar: Any = torch.ops.aten._local_scalar_dense.default  # Tensor.item
+without_memory: Any = torch.ops.aten._efficientzerotensor.default  # what forward-mode derivatives make of a zero
 
 compile_id: Any = torch._guards.CompileContext.current_compile_id  # None where this thread compiles nothing
 

@@ -268,7 +268,7 @@ def _trace(
 
 def _materialize_zeros(module: fx.GraphModule) -> None:
     """Give zero tangents memory: forward-mode derivatives make them without, and Inductor's kernels read them."""
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._efficientzerotensor.default):
+    for node in module.graph.find_nodes(op="call_function", target=torch_names.without_memory):
         node.target = torch.ops.aten.zeros.default
     module.recompile()
 
