@@ -13,6 +13,7 @@ What takes long to import is a function here.
 from __future__ import annotations
 
 import inspect
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
@@ -288,7 +289,7 @@ def inductor() -> Any:
     return torch._inductor
 
 
-#: what a first compilation imports as it goes
+#: what a first compilation imports as it goes; the first one also where all code is in the cache
 LATE = (
     "sympy.physics.units", "torch.distributed.tensor.experimental", "torch.export._trace",
     "torch._dynamo.backends.distributed", "torch._inductor.codegen.memory_planning", "torch._inductor.fx_passes.pad_mm",
@@ -298,18 +299,18 @@ LATE = (
 
 
 def import_late() -> None:
-    """Import what Inductor's first compilation would import. Of a torch that has something elsewhere, what there is."""
-    for name in LATE:
+    """Import what Inductor's first compilation would import. Of a torch that has something elsewhere, what there is.
+    Where its cache has graphs, of a run before, most of that is not needed, and left to whoever does."""
+    common, cache = import_module("torch._inductor.codegen.common"), import_module("torch._inductor.codecache")
+    getattr(common, "init_backend_registration", lambda: None)()  # code of each kind of device
+    getattr(cache, "torch_key", lambda: None)()  # of the cache: a hash of torch's files
+    warm = os.path.isdir(os.path.join(cache.cache_dir(), "fxgraph"))
+    for name in LATE[:1] if warm else LATE:
         with suppress(ImportError):
             import_module(name)
-    patterns = getattr(sys.modules.get(LATE[-1]), "__path__", ())
+    patterns = () if warm else getattr(sys.modules.get(LATE[-1]), "__path__", ())
     for found in pkgutil.iter_modules(patterns):
         import_module(f"{LATE[-1]}.{found.name}")
-    common = import_module("torch._inductor.codegen.common")
-    getattr(common, "init_backend_registration", lambda: None)()  # code of each kind of device
-    getattr(
-        import_module("torch._inductor.codecache"), "torch_key", lambda: None
-    )()  # of caches: a hash of all its files
 
 
 def start_compilers() -> None:
