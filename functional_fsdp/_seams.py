@@ -14,7 +14,7 @@ from ._common.tracing import KEEPING, foreign_tracer, tracing_now, users_line
 from ._extend.session import note_activations
 from ._graph.graph import Graph, GraphBuild, graph_of, keep_residuals, refuse_values
 from ._graph.lower import point_at_second_gathers
-from ._graph.traced import begin_compiled, coordinate_of
+from ._graph.traced import base_of, begin_compiled, coordinate_of, given_in
 from ._host_memory.copy_lane import HostBuffer
 from ._nn.module import around_bound_calls
 from ._nn.skeleton import aliases_of, changed, local_part, refuse_meta
@@ -28,8 +28,8 @@ from .look.sizes import plan_for, steps_on
 
 __all__ = [
     "Capture", "Collision", "Graph", "GraphBuild", "HostBuffer", "NewCounts", "StepMemory", "Stretch", "Veto",
-    "Vetoed", "aliases_of", "around_bound_calls", "begin_compiled", "by_rules", "changed", "coordinate_of",
-    "cuda_driver", "find_peak", "foreign_tracer", "full_tensor", "graph_of", "keep_residuals", "local_part",
+    "Vetoed", "aliases_of", "around_bound_calls", "base_of", "begin_compiled", "by_rules", "changed", "coordinate_of",
+    "cuda_driver", "find_peak", "foreign_tracer", "full_tensor", "given_in", "graph_of", "keep_residuals", "local_part",
     "note_activations", "objects", "outside_inference", "plan_for", "point_at_second_gathers", "put", "ranges",
     "refuse_meta", "refuse_values", "residuals_kept", "spoilt", "steps_on", "torch_private", "tracing_now",
     "users_line",

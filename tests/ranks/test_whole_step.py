@@ -442,8 +442,9 @@ def test_options_that_a_graph_cannot_have_are_refused(option: str) -> None:
         step(state, torch.ones(4, WIDTH))
 
 
-def test_a_second_whole_round_is_refused() -> None:
-    state, model = state_of(Layers(depth=2))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_second_whole_round_is_refused(depth: int) -> None:
+    state, model = state_of(Layers(depth=depth))
     forward_backward = T.forward_backward(model, lambda model, x: model(x).sum())
 
     def train_step(state: fsdp.State, x: torch.Tensor) -> fsdp.State:
@@ -451,6 +452,24 @@ def test_a_second_whole_round_is_refused() -> None:
 
     with pytest.raises(ScheduleError, match="they would count twice"):
         T.compile(train_step, "aot_eager")(state, torch.ones(4, WIDTH))
+
+
+def test_rounds_of_two_states_may_alternate() -> None:
+    """A whole round of one, between two microbatches of the other."""
+    found = []
+    for compiled in (False, True):
+        (first, one), (second, other) = state_of(Layers()), state_of(Layers())
+        halves, whole = (T.forward_backward(part, lambda model, x: model(x).sum()) for part in (one, other))
+
+        def train_step(first: fsdp.State, second: fsdp.State, halves: Any = halves, whole: Any = whole) -> Any:
+            first, _ = halves(first, X, last_microbatch=False, scale=0.5)
+            second, _ = whole(second, X)
+            return fsdp.step(halves(first, X, scale=0.5)[0]), fsdp.step(second)
+
+        step = T.compile(train_step, "aot_eager") if compiled else train_step
+        found += [fsdp.full_params(state) for state in step(first, second)]
+    for weights in found[1:]:
+        torch.testing.assert_close(weights, found[0])
 
 
 def test_a_state_in_the_middle_of_a_step_is_refused() -> None:

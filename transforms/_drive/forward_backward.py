@@ -221,7 +221,7 @@ class ForwardBackward(Generic[Out]):
         with twin.driver.running(state, "forward_backward", trains=True):
             out, kept = self._round(twin.driver, twin.buffers, args, kwargs, last, scale)
             state = twin.driver.state
-        twin.end_round(last)
+        twin.end_round(state, last)
         return self._result(state, out, kept)
 
     def _round(

@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import ScheduleError, State
-from functional_fsdp._seams import GraphBuild, coordinate_of, torch_private, tracing_now
+from functional_fsdp._seams import GraphBuild, base_of, coordinate_of, given_in, torch_private, tracing_now
 from functional_fsdp.extend import refuse
 
 from .buffers import Buffers, Rule, place, written
@@ -141,15 +141,16 @@ class Twin(NamedTuple):
 
     def begin_round(self, state: State) -> None:
         """As `extend.begin_round`."""
-        if state.grads and self.driver.graph.whole:
+        if given_in(state) and id(base_of(state)) in self.driver.graph.rounds:
             raise ScheduleError(
                 "forward_backward: this State has the gradients of a whole round already (the call before had "
                 "last_microbatch=True, the default), and no step has taken them: they would count twice. Take the "
                 "step. Where microbatches add up, say last_microbatch=False in all calls but the last."
             )
 
-    def end_round(self, last: bool) -> None:
-        self.driver.graph.whole = last
+    def end_round(self, state: State, last: bool) -> None:
+        rounds = self.driver.graph.rounds
+        (rounds.add if last else rounds.discard)(id(base_of(state)))
 
 
 def graph_for(verb: str) -> GraphBuild:
