@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from support.driven import Boom, raised
+from support.driven import start as begin
 from support.problems import Tree, batch, full_grads, largest, mesh_and_placement
 from support.ranks import launch
 from support.staged import HEAD, loss_fn, plain, stages, start, weights
@@ -544,3 +547,60 @@ def test_a_batch_without_samples_is_an_error_before_anything_is_gathered() -> No
     with pytest.raises(fsdp.TreeError, match=r"a batch without samples: a tensor of shape \(0, 3\)"):
         norms(state, torch.ones(0, 3))
     assert state.cursor.idle
+
+
+# ---------------------------------------------------------------- embeddings with a padding index
+
+
+class Padded(nn.Module):
+    """The padding's row gets gradients from the tied head alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(5, 3, padding_idx=1), nn.Linear(3, 5)
+        self.table, self.head.weight = nn.Parameter(torch.randn(4, 3)), self.embed.weight
+        self.double()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + F.embedding(tokens % 4, self.table, padding_idx=-2)
+        out: torch.Tensor = self.head(x.tanh()).sin()
+        return out
+
+
+def of_tokens(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(tokens).square().mean()
+    return loss
+
+
+def padded() -> dict[str, float]:
+    tokens, found = torch.tensor([[1, 2, 1, 4], [0, 1, 2, 3], [1, 1, 1, 2]]), {}
+    state, model = begin(Padded())
+    each = []
+    for row in tokens:
+        module = Padded()
+        of_tokens(module, row[None]).backward()
+        each.append({path: p.grad for path, p in module.named_parameters() if p.grad is not None})
+    want = torch.stack([torch.stack([g.square().sum() for g in one.values()]).sum().sqrt() for one in each])
+    state, (_, norms) = T.per_sample_norms(model, of_tokens)(state, tokens)
+    found["norms"] = float((norms - want).abs().max())
+    params = {path: torch.stack([leaf] * 3) for path, leaf in fsdp.full_params(state).items()}
+    params["head.weight"] = params["embed.weight"]
+    members = fsdp.shard(params, state.spec, fsdp.sgd(lr=0.1))
+    ensemble = T.vmap(of_tokens, in_dims=0)
+    members, _ = T.forward_backward(model, lambda m, tokens: ensemble(m, tokens).sum())(members, tokens)
+    got = full_grads(fsdp.finish_reductions(members))
+    found["members"] = max(float((got[path][i] - one[path]).abs().max()) for i, one in enumerate(each) for path in one)
+    members = fsdp.drop_gradients(members)
+    slope = T.jvp(model, lambda m, tokens: ensemble(m, tokens).sum())(members, members.main, tokens)[1][1]
+    module = Padded()
+    at = {path: p.detach() for path, p in module.named_parameters()}
+    called = lambda w: [of_tokens(partial(torch.func.functional_call, module, w), row[None]) for row in tokens]  # noqa: E731
+    alone = torch.func.jvp(called, (at,), (at,))[1]
+    found["moved"] = float((slope - torch.stack(alone).sum()).abs())
+    return found
+
+
+def test_the_row_of_a_padding_index_gets_no_gradient_from_lookups() -> None:
+    for found in launch(padded, nprocs=2):
+        assert max(found.values()) < 1e-9, found

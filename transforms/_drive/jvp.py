@@ -34,6 +34,7 @@ from .._modules.unit_modules import Leaf
 from ..norms import Buffers, check_tree
 from .apply import apply
 from .driver import eager_only
+from .embeddings import PaddedEmbeddings
 from .forward_backward import forward_backward
 from .levels import outside_levels
 from .placeholders import WeightPlaceholder, values
@@ -42,7 +43,7 @@ from .unit_uses import Gradients, no_output
 if TYPE_CHECKING:
     from .driver import Driver
 
-__all__ = ["Primals", "Samples", "jvp", "linearize", "moved", "pullback", "vmap"]
+__all__ = ["Primals", "Samples", "each_in", "jvp", "linearize", "moved", "pullback", "vmap"]
 
 
 def moved(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
@@ -111,7 +112,7 @@ def vmap(
         dims = (None,) * len(args) if in_dims is None else in_dims if isinstance(in_dims, tuple) else (in_dims,)
 
         def inside(_: torch.Tensor, *args: Any) -> Any:
-            with driver.lifting(Members()):
+            with each_in(driver, Members()):
                 return values(fn(model, *args))
 
         each = torch.zeros(size, device=driver.device)
@@ -279,6 +280,13 @@ class Samples(Members):
         """These weights, as one sample's where they are differentiated."""
         with at_level(self.level):
             return [torch_private.add_batch_dim(t, 0, self.level) if t.requires_grad else t for t in tensors]
+
+
+@contextmanager
+def each_in(driver: Driver, members: Members) -> Iterator[None]:
+    """Within, inside of a vmap, the model computes with the weights of each member, or sample."""
+    with driver.lifting(members), PaddedEmbeddings():
+        yield
 
 
 class Primals(Members):

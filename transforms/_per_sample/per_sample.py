@@ -22,7 +22,7 @@ from functional_fsdp.extend import Session, alone, over_shards
 
 from .._drive.apply import Forward
 from .._drive.driver import eager_only
-from .._drive.jvp import Samples
+from .._drive.jvp import Samples, each_in
 from .._drive.placeholders import values
 from .._drive.stages import Stage, Stages, Weights, check_given, check_loss, dims, rows
 from ..vjp import Pullback, functional_vjp, lent
@@ -220,7 +220,7 @@ def _squares(driven: Forward, loss_fn: Any, state: State, batch: Any) -> tuple[S
     axes_of = _axes_of(driven.verb, state)
     with driven.running(state) as driver, torch.enable_grad():
         driver.split_into(rows(driven.verb, batch))
-        losses = losses_of(loss_fn, driven.verb, driver.model, samples(batch), lambda: driver.lifting(Samples()))
+        losses = losses_of(loss_fn, driven.verb, driver.model, samples(batch), lambda: each_in(driver, Samples()))
         zeros = torch.zeros(losses.shape, dtype=torch.promote_types(losses.dtype, torch.float32), device=losses.device)
         squares = {axes: zeros.clone() for axes in ((), *axes_of.values())}
 
