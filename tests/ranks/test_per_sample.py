@@ -604,3 +604,28 @@ def padded() -> dict[str, float]:
 def test_the_row_of_a_padding_index_gets_no_gradient_from_lookups() -> None:
     for found in launch(padded, nprocs=2):
         assert max(found.values()) < 1e-9, found
+
+
+class Reads(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.layer = what, nn.Linear(3, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        return y * x.sum().item() if self.what == "value" else y[y > 0]
+
+
+def reads() -> list[str]:
+    said = []
+    for what in ("value", "shape"):
+        state, model = begin(nn.Sequential(Reads(what)))
+        f = T.per_sample_norms(model, lambda m, x: m(x).sum())
+        said.append(raised(lambda f=f, state=state: f(state, torch.ones(2, 3, dtype=torch.float64))))  # type: ignore[misc]
+    return said
+
+
+def test_what_follows_from_values_is_named() -> None:
+    value, shape = launch(reads, nprocs=1)[0]
+    assert value.startswith("TreeError: per_sample_norms: the model itself reads a value, which differs from sample to")
+    assert shape.startswith("TreeError: per_sample_norms: the model itself makes a tensor whose shape follows from val")

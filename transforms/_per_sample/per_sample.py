@@ -258,6 +258,8 @@ REFUSED = {  # what torch says; what it means, and what to do
         "evaluation mode, or use GroupNorm."
     ),
     "data-dependent control flow": "decides by a value, which differs from sample to sample. Use torch.where.",
+    "calling .item()": "reads a value, which differs from sample to sample. Use torch.where.",
+    "batching operators that can": "makes a tensor whose shape follows from values (nonzero, a mask). Use torch.where.",
     "vmap: inplace arithmetic": "changes a tensor of all samples in place, as a buffer. Have it make a new one.",
 }
 
