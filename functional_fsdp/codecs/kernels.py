@@ -18,6 +18,7 @@ from .._common.tracing import traced_as
 from .._spec.codec import Codec, Planes, Shape
 
 SIZE = 2048  # elements of a program
+FLOAT8 = ("fp8", "mx")  # kinds whose numbers a kernel must not read after its own cast: ptxas 12.8 then errs
 jit: Any = triton.jit if triton is not None else lambda kernel: kernel
 
 
@@ -63,7 +64,7 @@ def fused(codec: Codec, tensor: torch.Tensor) -> TypeGuard[Blocked]:
     """Whether the kernels do it, by this codec and where this tensor is."""
     if triton is None or not isinstance(codec, Blocked) or not codec.block:
         return False
-    runs = casts_float8 if codec.kind in ("fp8", "mx") else runs_triton
+    runs = casts_float8 if codec.kind in FLOAT8 else runs_triton
     return type(tensor) is torch.Tensor and runs(tensor)
 
 
@@ -73,7 +74,7 @@ def pack(
 ) -> None:  # fmt: skip
     """Elements [n] -> planes: flat, or rows of `width` elements.
 
-    feedback: what was lost before [n], which is added; and where what is lost now is put [n].
+    feedback: what was lost before [n], which is added; and where what is lost now is put [n]. Not of `FLOAT8`.
     """
     data, scales = _both(planes)
     before, after = feedback or (values, values)
@@ -110,20 +111,11 @@ def _power(scale):  # type: ignore[no-untyped-def]
     return tl.where(scale == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
-@jit
-def _of_e4m3(bits):  # type: ignore[no-untyped-def]
-    """A number of float8 from its bits, in float32. Not by a cast: ptxas 12.8 is wrong about one there and back."""
-    exponent, most = (bits >> 3) & 15, bits & 127
-    power = ((tl.maximum(exponent, 1) + 117) << 23).to(tl.float32, bitcast=True)
-    value = ((bits & 7) + tl.where(exponent > 0, 8, 0)).to(tl.float32) * power
-    return tl.where(most == 127, float("nan"), tl.where(bits > 127, -value, value))
-
-
 @jit  # type: ignore[untyped-decorator]
 def _value(number, scale, code, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """What a number stands for, by the scale of its block, in float32."""
     if KIND == "fp8" or KIND == "mx":
-        value = _of_e4m3(number.to(tl.int32)) * scale
+        value = number.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
     elif KIND == "int8":
         value = number.to(tl.int8, bitcast=True).to(tl.float32) * scale * (1 / 127)
     elif KIND == "int4":

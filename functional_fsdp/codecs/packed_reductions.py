@@ -93,7 +93,7 @@ def pack(codec: Codec, stage: torch.Tensor, bits: torch.Tensor, ranks: int, feed
     """Staged gradients [ranks · n], with the residual, -> bytes [ranks · m]; and what the bytes have lost of them."""
     n = stage.numel() // ranks
     for rank, part in enumerate(bits.view(ranks, -1)):
-        if kernels.fused(codec, stage):
+        if kernels.fused(codec, stage) and not (feedback and codec.kind in kernels.FLOAT8):
             here = slice(rank * n, (rank + 1) * n)
             lost = None if feedback is None else (feedback[0][here], feedback[1][here])
             kernels.pack(codec, stage[here], _planes(codec, part, n), feedback=lost)
