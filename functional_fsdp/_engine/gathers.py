@@ -376,7 +376,7 @@ class Gathers:
         self.flying: dict[str, Place] = {}
         self.released: dict[str, Mark] = {}
         self.written: list[str] = []
-        self.copied: Any = _planned_copies(self)
+        self.copied: Any = _planned_copies()
 
     # ---------------------------------------------------------------- unshard
 
@@ -393,7 +393,7 @@ class Gathers:
             names = self._by_plan(names)
             if not names:
                 return progress.position, ()
-        if self.copied and any(map(self.copied.lie_over, names)):
+        if self.copied and any(self.copied.lie_over(progress.plan, name) for name in names):
             return progress.position, tuple([("unplanned", name) for name in names])
         known = progress.position.moves.get(("unshard", names))  # nearly always: `Progress.move`, without a call
         return known or progress.move("unshard", names)
@@ -422,7 +422,7 @@ class Gathers:
     def start(self, state: Stored, index: int) -> None:
         """Start gather number `index` of the plan."""
         unit = self.progress.plan.gathers[index].unit
-        lying = self.copied.make_way(unit) if self.copied else ()
+        lying = self.copied.make_way(self, unit) if self.copied else ()
         after = self._free(unit)
         fresh = self.arena.allocate(unit)
         place = self.arena.place(state, unit)
@@ -439,7 +439,7 @@ class Gathers:
         place.gathered = self.newest = submit("gather", issued, job, after, single, mark=place.gathered)
         self.flying[unit] = place
         for name in lying:
-            self.copied.put(name)
+            self.copied.put(self, name)
 
     # ---------------------------------------------------------------- off the plan
 
@@ -601,7 +601,8 @@ class Gathers:
         """Whether something that is lent lies where a unit would."""
         plan = self.progress.plan
         places = self.arena.places.items() if unit in plan.crowded else ()
-        return any(place.loan.held and plan.overlap(unit, name) for name, place in places) or self.copied.lie_over(unit)
+        lent = any(place.loan.held and plan.overlap(unit, name) for name, place in places)
+        return lent or self.copied.lie_over(plan, unit)
 
     def _free(self, unit: str) -> Mark:
         """The point from which a unit's place may be written: the newest release of what lay there."""

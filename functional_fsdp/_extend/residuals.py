@@ -14,6 +14,7 @@ import torch
 
 from .._common.calls import provide
 from .._engine.gathers import Arena, Gathers
+from .._plan.plan import Plan
 
 
 def copy_to_fallback(gathers: Gathers, unit: str) -> None:
@@ -26,18 +27,13 @@ def copy_to_fallback(gathers: Gathers, unit: str) -> None:
 
 class PlannedCopies(dict[str, Any]):
     """Units that are gathered off the plan, and copied to their planned place: by name what ends that; None: the plan
-    has come to the unit itself."""
+    has come to the unit itself. Gathers have one, so it is given them."""
 
-    def __init__(self, gathers: Gathers) -> None:
-        super().__init__()
-        self.gathers = gathers
-
-    def put(self, unit: str) -> Callable[[], None] | None:
+    def put(self, gathers: Gathers, unit: str) -> Callable[[], None] | None:
         """A unit that is gathered off the plan is needed where it lies by the plan, too. Returns what ends that; None
         if it cannot be."""
         if unit in self:
             return lambda: None  # it lies there for a call around this one
-        gathers = self.gathers
         outside = gathers.unplanned.get(unit)
         if unit not in gathers.arena.places or not outside or gathers.carrier.read or gathers.is_crowded(unit):
             return None
@@ -45,29 +41,28 @@ class PlannedCopies(dict[str, Any]):
             if gathers.progress.plan.overlap(unit, name):
                 gathers.run.lanes.wait(other.gathered)
         self[unit] = overwrite(gathers.arena, unit, outside.whole)
-        return partial(self._put_away, unit)
+        return partial(self._put_away, gathers, unit)
 
-    def lie_over(self, unit: str) -> bool:
+    def lie_over(self, plan: Plan, unit: str) -> bool:
         """Whether one of them lies where a unit would."""
-        plan = self.gathers.progress.plan
         return unit in plan.crowded and any(plan.overlap(unit, name) for name in self)
 
-    def make_way(self, unit: str) -> list[str]:
+    def make_way(self, gathers: Gathers, unit: str) -> list[str]:
         """A gather writes where they may lie: they are put away, and put there again once it is done. Nothing if it is
         the unit itself: it now lies there by the plan."""
-        lying = [name for name in self if self.gathers.progress.plan.overlap(unit, name)]
+        lying = [name for name in self if gathers.progress.plan.overlap(unit, name)]
         for name in lying:
-            self._put_away(name)
+            self._put_away(gathers, name)
         if unit in self:
             self[unit] = None
         return lying
 
-    def _put_away(self, unit: str) -> None:
+    def _put_away(self, gathers: Gathers, unit: str) -> None:
         """What the plan has where a unit was copied to lies there again."""
         undo = self.pop(unit, None)
         if undo is not None:
             undo()
-            self.gathers.fence_off()  # what is gathered there next comes after this
+            gathers.fence_off()  # what is gathered there next comes after this
 
 
 def overwrite(arena: Arena, unit: str, whole: Mapping[str, torch.Tensor]) -> Callable[[], None]:

@@ -325,7 +325,8 @@ class Session:
     def copy_to_planned(self, unit: str) -> Callable[[], None] | None:
         """The other way round: a unit that is gathered off the plan is needed where it lies by the plan, too.
         Returns what ends that; None if something else lies there."""
-        return self._executor.gathers.copied.put(unit)
+        gathers = self._executor.gathers
+        return gathers.copied.put(gathers, unit)
 
     def spoil(self, state: State, units: Iterable[str], why: str) -> None:
         """What was lent of these units was changed. Where it is the state's own (replicated weights), its lineage is of

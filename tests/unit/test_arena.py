@@ -61,7 +61,7 @@ def test_a_place_is_crowded_while_something_that_is_held_lies_there() -> None:
         others = {"a": ("c", "d"), "b": ()}
         plan = SimpleNamespace(overlap=lambda one, other: other in others[one], crowded={"a", "c", "d"})
         made: Any = SimpleNamespace(arena=SimpleNamespace(places=places), progress=SimpleNamespace(plan=plan))
-        made.copied = PlannedCopies(made)
+        made.copied = PlannedCopies()
         made.copied.update(dict.fromkeys(put))
         return made
 

@@ -101,9 +101,10 @@ def test_compiled_units_keep_bytes_for_the_backward(precision: dict[str, Any]) -
     fsdp.drop_gradients(
         T.forward_backward(model, loss_fn, compile={"backend": backend})(state, torch.randn(512, 256))[0]
     )
-    (tensors,) = [tensors for tensors in kept if tensors]
-    assert [t.dim() for t in tensors if t.dtype is torch.uint8] == [1, 1]
-    assert not [t for t in tensors if t.dtype is not torch.uint8 and t.numel() == 256 * 1024]
+    assert any(kept)
+    for tensors in filter(None, kept):  # of one graph, or of two if other tests have compiled these classes
+        assert [t.dim() for t in tensors if t.dtype is torch.uint8] == [1, 1]
+        assert not [t for t in tensors if t.dtype is not torch.uint8 and t.numel() == 256 * 1024]
 
 
 def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
