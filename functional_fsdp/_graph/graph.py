@@ -53,9 +53,10 @@ class GraphBuild:
     issued: the collectives, in order. driven: what each transform that drives a module has for this session, by
     transform. guards: functions of nothing; a graph holds while they return what they returned when it was made.
     lineages: of the States among the function's arguments. orders: in which order units were used, forward and then
-    backward, by the first module that was driven with a State, by its layout's hash. rounds: ids of
-    the versions, at the beginning of the step, whose driven round is complete. functions: the names of the
-    autograd.Functions that were used, in order. counted: the lines that asked how many steps were taken.
+    backward, by the first module that was driven with a State, by its layout's hash. rounds: the versions with which
+    steps began whose driven round is complete; kept, as a later one might have the id of one that is gone. functions:
+    the names of the autograd.Functions that were used, in order. counted: the lines that asked how many steps were
+    taken.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,7 @@ class GraphBuild:
         self.guards: list[Callable[[], Any]] = []
         self.lineages: list[Any] = []
         self.orders: dict[str, tuple[Any, ...]] = {}
-        self.rounds: set[int] = set()
+        self.rounds: set[Any] = set()
         self.functions: dict[str, None] = {}
         self.counted: list[str] = []
 

@@ -472,6 +472,26 @@ def test_rounds_of_two_states_may_alternate() -> None:
         torch.testing.assert_close(weights, found[0])
 
 
+def test_gradients_by_hand_may_come_before_a_round_in_the_last_of_several_steps() -> None:
+    """The states between the steps are gone by then, and others have their ids."""
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        state, model = state_of(nn.Linear(WIDTH, WIDTH))
+        forward_backward = T.forward_backward(model, lambda model, x: model(x).sum())
+        ones = {path: torch.ones_like(weight) for path, weight in fsdp.full_params(state).items()}
+
+        def train_step(state: fsdp.State, forward_backward: Any = forward_backward, ones: Any = ones) -> Any:
+            for number in range(12):
+                if number > 2:
+                    state = fsdp.reduce(state, ones, last_microbatch=False)
+                state = fsdp.step(forward_backward(state, X)[0])
+            return state
+
+        found.append(fsdp.full_params((T.compile(train_step, "aot_eager") if compiled else train_step)(state)))
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_a_state_in_the_middle_of_a_step_is_refused() -> None:
     state, model = state_of(Layers())
     forward_backward = T.forward_backward(model, lambda model, x: model(x).sum(), buffers="local")

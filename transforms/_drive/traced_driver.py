@@ -141,7 +141,7 @@ class Twin(NamedTuple):
 
     def begin_round(self, state: State) -> None:
         """As `extend.begin_round`."""
-        if given_in(state) and id(base_of(state)) in self.driver.graph.rounds:
+        if given_in(state) and base_of(state) in self.driver.graph.rounds:
             raise ScheduleError(
                 "forward_backward: this State has the gradients of a whole round already (the call before had "
                 "last_microbatch=True, the default), and no step has taken them: they would count twice. Take the "
@@ -150,7 +150,7 @@ class Twin(NamedTuple):
 
     def end_round(self, state: State, last: bool) -> None:
         rounds = self.driver.graph.rounds
-        (rounds.add if last else rounds.discard)(id(base_of(state)))
+        (rounds.add if last else rounds.discard)(base_of(state))
 
 
 def graph_for(verb: str) -> GraphBuild:
