@@ -262,13 +262,20 @@ class Named(list[str]):
         super().__init__(names)
         self.read = read
 
-    def __iter__(self) -> Iterator[str]:
-        self.read()
-        return super().__iter__()
 
-    def __getitem__(self, which: Any) -> Any:
+def _noted(name: str) -> Any:
+    def method(self: Named, *args: Any) -> Any:
         self.read()
-        return super().__getitem__(which)
+        return getattr(list, name)(self, *args)
+
+    return method
+
+
+for _name in (
+    "__add__", "__contains__", "__eq__", "__getitem__", "__iter__", "__ne__", "__reversed__", "copy", "count", "index",
+    "pop",
+):  # fmt: skip
+    setattr(Named, _name, _noted(_name))
 
 
 def give_names(optimizer: Any, names: Iterable[str], read: Callable[[], Any]) -> None:

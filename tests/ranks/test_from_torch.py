@@ -389,13 +389,20 @@ class ByName(ByParameter):
                     p.sub_(group["lr"] * p.grad)
 
 
+class ByAName(ByParameter):
+    """Looks for a name, and goes by no other."""
+
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        p.sub_(group["lr"] * (g / 2 if "head.weight" in group["param_names"] else g))
+
+
 HABITS = {
     Inner: "it keeps 'self.inner' beside the state of parameters",
     ByNorm: "linalg_vector_norm is not elementwise", InTheGroup: "it keeps 'group.k' beside the state of parameters",
     ByDims: "Python reads the number of dims of a leaf", BySize: "Python reads the number of elements of a leaf",
     SlowCopy: "what it keeps begins neither as one number nor", Nested: "Python reads the number of elements of a leaf",
     Rows: "Python reads the number of dims of a leaf", ByName: "Python reads the name of a leaf",
-    ReadsValues: "sum is not elementwise",
+    ByAName: "Python reads the name of a leaf", ReadsValues: "sum is not elementwise",
 }  # fmt: skip
 
 
