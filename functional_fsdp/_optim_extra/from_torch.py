@@ -83,7 +83,7 @@ class Scout:
         self.looks: dict[Any, int] = {}  # since something new was seen
         self.buckets: dict[str, set[str]] = {}
         self.count: Any = None
-        self.turn = 0
+        self.turns: dict[Any, int] = {}  # of each place its own: with two labels one would have the odd ones
 
     @traced_as(_always)
     def due(self, label: str, bucket: str, count: torch.Tensor) -> bool:
@@ -111,12 +111,12 @@ class Scout:
         Raises:
             TreeError: the class does what is not elementwise. Nothing was changed.
         """
-        self.turn += 1
         place = label, like.device.type, like.dtype
+        turn = self.turns[place] = self.turns.get(place, 0) + 1
         rate = None if isinstance(lr, torch.Tensor) else lr
-        if self.turn % EVERY and self.blind.get(place) in ((rate, len(states)), (ANY, len(states))):
+        if turn % EVERY and self.blind.get(place) in ((rate, len(states)), (ANY, len(states))):
             return
-        chosen = [states[(self.turn + i) % len(states)] for i in range(min(2, len(states)))]
+        chosen = [states[(turn + i) % len(states)] for i in range(min(2, len(states)))]
         with torch.inference_mode(False), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             names = Names()
             driven(self.cls, options, *_scouts(known, like, chosen), lr, names)
