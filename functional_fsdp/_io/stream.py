@@ -128,7 +128,8 @@ def stream_to(
     Returns:
         a function that blocks the host until all that was enqueued is done.
 
-    Memory: a unit, whole; a second time what `convert` puts together. With `gather=False` this rank's part of it.
+    Memory: a unit, whole; a second time what `convert` puts together. With `gather=False` this rank's part of it: views
+    of one copy of each bucket, so whoever keeps one tensor keeps that.
 
     Raises:
         Exception: as `stream`, and what `put` raises.
