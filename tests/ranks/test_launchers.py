@@ -37,6 +37,7 @@ def begin():
     state, params = fsdp.unshard(state)
     state = fsdp.step(fsdp.reduce(state, {"w": torch.full((4,), 1.0 + mesh.get_rank())}))
     print(mesh.size(), os.environ["LOCAL_RANK"], fsdp.full_params(state)["w"].tolist(), flush=True)
+    torch.distributed.barrier()  # the first rank ends with the store, which others may need until they have printed
 
 for name, tasks in json.loads(sys.argv[1]).items():
     for rank, variables in enumerate(tasks):
