@@ -51,10 +51,10 @@ style: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-logo --no-cache
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n0 --setup-plan tests/gpu >/dev/null  # they run by hand: that each has its fixtures
 
 lint: style
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n0 --setup-plan tests/gpu >/dev/null  # they run by hand: that each has its fixtures
 
 format: $(READY)
 	$(BIN)/ruff check --fix
