@@ -217,13 +217,10 @@ def _gathered(state: State, unit: Unit, dtype: torch.dtype | None) -> Named:
         state.version.lineage.touched()
         for bucket in unit.buckets:
             buffer = state.main[bucket.name]
-            kind = dtype if dtype is not None and buffer.local.dtype.is_floating_point else None
-            leaves = whole_leaves(buffer, kind)
+            leaves = whole_leaves(buffer, _travels(buffer.local, dtype))
             if bucket.packed:
                 plain = {path: stored_as(leaf, None) for path, leaf in unpacked_leaves(bucket, leaves).items()}
-                leaves = {
-                    path: leaf.to(dtype) if dtype and leaf.is_floating_point() else leaf for path, leaf in plain.items()
-                }
+                leaves = {path: leaf.to(_travels(leaf, dtype)) for path, leaf in plain.items()}
             found |= leaves
     return found
 
@@ -238,7 +235,8 @@ def _own_parts(
         for buffer in filter(_gives, (state.main[bucket.name] for bucket in unit.buckets)):
             copied = buffer.local.detach().to(_travels(buffer.local, dtype), copy=True)
             for leaf, first, local in leaf_shards(FlatBuffer(copied, buffer.bucket, buffer.states, buffer.mesh)):
-                cuts.add(leaf.path, first, local, [(0, len(local))] if len(local) else [])
+                if len(local):
+                    cuts.add(leaf.path, first, local, [(0, len(local))])
             del copied, local
         if cuts.runs:
             yield unit.name, cuts.taken(steps, copied=True)
