@@ -158,7 +158,7 @@ def _where(buckets: tuple[Bucket, ...], spans: tuple[Span, ...], device: torch.d
     """int64: of the parts that a rank has, which leaves they are of, if those of all buckets are counted on."""
     found, at = [], 0
     for bucket, (start, stop) in zip(buckets, spans, strict=True):
-        held = [max(leaf.offset, start) < min(leaf.offset + leaf.numel, stop) for leaf in bucket.leaves]
+        held = [a < b for a, b in (leaf.within(start, stop) for leaf in bucket.leaves)]
         found += [at + i for i, here in enumerate(held) if here]
         at += len(held)
     return torch.tensor(found, dtype=torch.int64, device=device)

@@ -359,8 +359,8 @@ def _which(
     """Which leaves take part, by label: those with a part in this slice, or all where there are numbers of them."""
     found: dict[str, list[int]] = {}
     for i, leaf in enumerate(bucket.leaves):
-        here = numbers or max(leaf.offset, start) < min(leaf.offset + leaf.numel, stop)
-        if leaf.numel and here and (given is None or given[i]):
+        a, b = leaf.within(start, stop)
+        if leaf.numel and (numbers or a < b) and (given is None or given[i]):
             found.setdefault(leaf.label, []).append(i)
     return [*found.items()]
 
@@ -397,7 +397,7 @@ def _cuts(bucket: Bucket, start: int, stop: int) -> tuple[list[int], list[int]]:
     """Sizes that tile a slice of a bucket, and which of these pieces each leaf has; the first one is empty."""
     sizes, which, end = [0], [], start
     for leaf in bucket.leaves:
-        a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
+        a, b = leaf.within(start, stop)
         which.append(len(sizes) + 1 if a < b else 0)
         if a < b:
             sizes += [a - end, b - a]

@@ -58,6 +58,10 @@ class Leaf:
     def numel(self) -> int:
         return prod(self.shape)
 
+    def within(self, start: int, stop: int) -> tuple[int, int]:
+        """Which elements [a, b) of the bucket, of those in [start, stop), are its own; none where a >= b."""
+        return max(self.offset, start), min(self.offset + self.numel, stop)
+
     @property
     def whole(self) -> tuple[int, ...]:
         """The shape of all ranks' parts together."""

@@ -99,11 +99,7 @@ class FlatBuffer:
         """(which leaf of the bucket, view) for each leaf of which `local` has a part, of those that `given` names."""
         start, stop = self.span()
         leaves = enumerate(self.bucket.leaves)
-        cuts = (
-            (i, max(leaf.offset, start), min(leaf.offset + leaf.numel, stop))
-            for i, leaf in leaves
-            if given is None or given[i]
-        )
+        cuts = ((i, *leaf.within(start, stop)) for i, leaf in leaves if given is None or given[i])
         return [(i, self.local[a - start : b - start]) for i, a, b in cuts if a < b]
 
     def gather(self, whole: torch.Tensor, lane: str = "side") -> torch.Tensor:
@@ -258,7 +254,7 @@ def leaf_shards(buffer: FlatBuffer) -> list[LeafShard]:
     start, stop = buffer.span()
     found = []
     for leaf in buffer.bucket.leaves:
-        a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
+        a, b = leaf.within(start, stop)
         part = (a - leaf.offset, buffer.local[a - start : b - start]) if a < b else (0, buffer.local[:0])
         found.append(LeafShard(leaf, *part))
     return found
