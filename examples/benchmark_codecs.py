@@ -14,14 +14,17 @@
 
 Each row has processes of its own. ms: the middle one of the steps, on the first rank; GiB: the peak of the step, of the
 caching allocator (GPUs only); received: bytes of gathers on a rank in a step, by the plan; loss: of the last step.
+`--kernels 10` prints the ten kernels that take most of one more step: ms, and how often each is launched.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -54,8 +57,8 @@ def received(state: fsdp.State) -> int:
     return found
 
 
-def measured(row: str, model: str, steps: int, eager: bool) -> tuple[float, float, int, float]:
-    """ms of a step, the peak in GiB, bytes that gathers receive, and the loss."""
+def measured(row: str, model: str, steps: int, eager: bool, kernels: int) -> tuple[float, float, int, float, list[str]]:
+    """ms of a step, the peak in GiB, bytes that gathers receive, the loss, and lines about kernels."""
     mesh, config = fsdp.local_mesh(), MODELS[model]
     gpu = mesh.device_type == "cuda"
     torch.manual_seed(0)
@@ -76,7 +79,9 @@ def measured(row: str, model: str, steps: int, eager: bool) -> tuple[float, floa
     del params, plain
     forward_backward = T.forward_backward(skeleton, config.loss, compile=not eager)
     times, loss = [], torch.zeros(())
-    for step in range(steps + 3):
+    activities, said = torch.profiler.ProfilerActivity, []
+    profile = torch.profiler.profile(activities=[activities.CUDA if gpu else activities.CPU], acc_events=True)
+    for step in range(steps + 3 + bool(kernels)):
         tokens = batch(config, step).to(mesh.device_type)
         if gpu:
             if step == 3:
@@ -85,14 +90,21 @@ def measured(row: str, model: str, steps: int, eager: bool) -> tuple[float, floa
             torch.cuda.synchronize()
         dist.barrier()
         begun = time.perf_counter()
-        state, loss = forward_backward(state, tokens)
-        state = fsdp.step(state)
-        if gpu:
-            torch.cuda.synchronize()
+        with profile if step == steps + 3 else nullcontext():
+            state, loss = forward_backward(state, tokens)
+            state = fsdp.step(state)
+            if gpu:
+                torch.cuda.synchronize()
         times.append(1000 * (time.perf_counter() - begun))
     state, loss = fsdp.pmean(state, loss)
     peak = torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0
-    return median(times[3:]), peak, received(state), float(loss)
+    if kernels:
+        spent = [
+            (one.self_device_time_total if gpu else one.self_cpu_time_total, one) for one in profile.key_averages()
+        ]
+        spent.sort(key=itemgetter(0), reverse=True)
+        said = [f"{us / 1000:>9.2f} ms {one.count:>5} x {one.key[:100]}" for us, one in spent[:kernels]]
+    return median(times[3 : steps + 3]), peak, received(state), float(loss), said
 
 
 def batch(config: Config, step: int) -> torch.Tensor:
@@ -107,6 +119,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--eager", action="store_true", help="units are not compiled; so it is on CPUs")
     parser.add_argument("--only", help="rows, by commas")
+    parser.add_argument("--kernels", type=int, default=0, help="how many are printed")
     args = parser.parse_args()
     ranks, eager = args.ranks or torch.cuda.device_count() or 2, args.eager or not torch.cuda.is_available()
     rows = args.only.split(",") if args.only else [*ROWS]
@@ -116,9 +129,10 @@ def main() -> None:
         if row == "float8 recipe" and find_spec("torchao") is None:
             print(f"{row:>15} torchao is not installed")
             continue
-        ms, peak, nbytes, loss = fsdp.launch(measured, (row, args.model, args.steps, eager), nprocs=ranks)[0]
+        given = row, args.model, args.steps, eager, args.kernels
+        ms, peak, nbytes, loss, said = fsdp.launch(measured, given, nprocs=ranks)[0]
         stop_workers()
-        print(f"{row:>15} {ms:>9.1f} {peak:>7.2f} {nbytes / 2**20:>13.1f} {loss:>8.4f}", flush=True)
+        print(f"{row:>15} {ms:>9.1f} {peak:>7.2f} {nbytes / 2**20:>13.1f} {loss:>8.4f}", *said, sep="\n", flush=True)
 
 
 if __name__ == "__main__":
