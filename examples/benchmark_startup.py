@@ -42,6 +42,7 @@ import statistics  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
+import threading  # noqa: E402
 import warnings  # noqa: E402
 from argparse import Namespace  # noqa: E402
 from collections import Counter  # noqa: E402
@@ -135,6 +136,36 @@ def fsdp2(build: Callable[[], Any], mesh: Any, dtype: torch.dtype) -> Step:
     return step
 
 
+class Calls(threading.Thread):
+    """In which functions the main thread is, a hundred times a second, by the column that is under way."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.column = ""
+        self.seconds: dict[str, Counter[str]] = {}  # by column and function, with all that it calls
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        last, main = time.time(), threading.main_thread().ident
+        while not self.over.wait(0.01):
+            now, frame, names = time.time(), sys._current_frames().get(main or 0), set()
+            while frame is not None:
+                code = frame.f_code
+                names.add(f"{'/'.join(code.co_filename.split('/')[-2:])}:{code.co_name}")
+                frame = frame.f_back
+            counted = self.seconds.setdefault(self.column, Counter())
+            for name in names:
+                counted[name] += now - last  # type: ignore[assignment]
+            last = now
+
+    def table(self, rows: int) -> dict[str, dict[str, float]]:
+        """By column, the functions in which most of the time passed."""
+        return {
+            column: {name: round(took, 2) for name, took in counted.most_common(rows) if took >= 0.05}
+            for column, counted in self.seconds.items()
+        }
+
+
 def cpu_seconds() -> float:
     """Of this process, and of those that it started and that have ended."""
     return sum(os.times()[:4])
@@ -181,7 +212,9 @@ def worker(args: Namespace) -> None:
         now = [time.time(), cpu_seconds()]
         seconds[name], cpu[name] = now[0] - last[0], now[1] - last[1]
         last[:] = now
+        calls.column = {"groups": "build", "build": "1"}.get(name) or str(int(name) + 1)
 
+    calls = Calls()
     if args.worker == "here":
         from functional_fsdp import transforms
 
@@ -204,6 +237,8 @@ def worker(args: Namespace) -> None:
     transformers.AttentionInterface.register("causal", sdpa_attention_forward)  # which needs no mask on the host
     config = transformers.LlamaConfig(**sizes, use_cache=False, attn_implementation="causal")  # type: ignore[call-arg]
     dtype = torch.bfloat16 if cuda else torch.float32
+    if args.calls:
+        calls.start()
     watch = T.startup(progress=False)
     report = watch.__enter__()
     step = (here if args.worker == "here" else fsdp2)(lambda: LlamaForCausalLM(config), mesh, dtype)
@@ -216,6 +251,7 @@ def worker(args: Namespace) -> None:
         mark(str(number + 1))
     end = time.time()
     watch.__exit__(None, None, None)
+    calls.over.set()
     seconds["whole"] = sum(seconds.values())
     seconds["sixth"] = end - begin
     cpu["whole"] = sum(cpu.values())
@@ -223,7 +259,7 @@ def worker(args: Namespace) -> None:
     assert loss is not None
     if dist.get_rank() == 0:
         found = {"seconds": seconds, "parts": report.seconds, "cpu": cpu, "events": events(imported)}
-        found |= {"loss": loss.item(), "late": late(imported)}
+        found |= {"loss": loss.item(), "late": late(imported), "calls": calls.table(args.calls)}
         print("RESULT " + json.dumps(found), flush=True)
     del step  # NCCL waits for graphs that hold its collectives when groups are destroyed
     gc.collect()
@@ -237,7 +273,7 @@ def ran(row: str, args: Namespace, caches: Path) -> dict[str, Any]:
         "TMPDIR": str(caches),  # where compiled headers go
         "OMP_NUM_THREADS": "1" if not torch.cuda.device_count() else os.environ.get("OMP_NUM_THREADS", "8"),
     }  # fmt: skip
-    given = ["--worker", row, "--size", args.size, "--layers", str(args.layers)]
+    given = ["--worker", row, "--size", args.size, "--layers", str(args.layers), "--calls", str(args.calls)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
     done = subprocess.run([*command, __file__, *given], env=environment, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -254,6 +290,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="another number of layers")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", default=",".join(ROWS))
+    parser.add_argument("--calls", type=int, default=0, help="so many functions of each column, by seconds within")
     parser.add_argument("--json", help="where the seconds go, as JSON")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -273,6 +310,9 @@ def main() -> None:
                         said = "  ".join(f"{name} {value:.2f}" for name, value in result[which].items())
                         print(f"       {which:6} {said}", flush=True)
                     print(f"       events {result['events']}\n       late   {result['late']}", flush=True)
+                    for column, functions in result["calls"].items():
+                        said = "".join(f"\n         {took:6.2f}  {name}" for name, took in functions.items())
+                        print(f"       in {column}{said}", flush=True)
     columns = [*next(iter(found.values()))[0]["seconds"]]
     print(f"\n| row | caches | {' | '.join(columns)} |\n|---|---|{'---:|' * len(columns)}")
     middle = {
