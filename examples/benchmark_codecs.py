@@ -14,7 +14,7 @@
 
 Each row has processes of its own. ms: the middle one of the steps, on the first rank; GiB: the peak of the step, of the
 caching allocator (GPUs only); received: bytes of gathers on a rank in a step, by the plan; loss: of the last step.
-`--kernels 10` prints the ten kernels that take most of one more step: ms, and how often each is launched.
+`--graph`: each step is one CUDA graph. `--kernels 10` prints the ten kernels that take most of one more step: ms, and how often each is launched.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ ROWS: dict[str, Any] = {
     "mxfp8": fsdp.mxfp8(),
     "8-bit moments": None,
 }
+FIRST = 5  # steps that are not counted
 
 
 def received(state: fsdp.State) -> int:
@@ -57,7 +58,9 @@ def received(state: fsdp.State) -> int:
     return found
 
 
-def measured(row: str, model: str, steps: int, eager: bool, kernels: int) -> tuple[float, float, int, float, list[str]]:
+def measured(
+    row: str, model: str, steps: int, eager: bool, graph: bool, kernels: int
+) -> tuple[float, float, int, float, list[str]]:
     """ms of a step, the peak in GiB, bytes that gathers receive, the loss, and lines about kernels."""
     mesh, config = fsdp.local_mesh(), MODELS[model]
     gpu = mesh.device_type == "cuda"
@@ -78,21 +81,26 @@ def measured(row: str, model: str, steps: int, eager: bool, kernels: int) -> tup
     state = fsdp.shard(params, spec, fsdp.adamw(lr=3e-5, moments=moments), buffers=fsdp.buffers(plain))
     del params, plain
     forward_backward = T.forward_backward(skeleton, config.loss, compile=not eager)
+
+    def train_step(state: fsdp.State, tokens: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
+        state, loss = forward_backward(state, tokens)
+        return fsdp.step(state), loss
+
+    step: Any = T.cuda_graph(train_step, warmup=2) if graph and gpu else train_step
     times, loss = [], torch.zeros(())
     activities, said = torch.profiler.ProfilerActivity, []
     profile = torch.profiler.profile(activities=[activities.CUDA if gpu else activities.CPU], acc_events=True)
-    for step in range(steps + 3 + bool(kernels)):
-        tokens = batch(config, step).to(mesh.device_type)
+    for i in range(FIRST + steps + bool(kernels)):
+        tokens = batch(config, i).to(mesh.device_type)
         if gpu:
-            if step == 3:
+            if i == FIRST:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             torch.cuda.synchronize()
         dist.barrier()
         begun = time.perf_counter()
-        with profile if step == steps + 3 else nullcontext():
-            state, loss = forward_backward(state, tokens)
-            state = fsdp.step(state)
+        with profile if i == FIRST + steps else nullcontext():
+            state, loss = step(state, tokens)
             if gpu:
                 torch.cuda.synchronize()
         times.append(1000 * (time.perf_counter() - begun))
@@ -104,7 +112,7 @@ def measured(row: str, model: str, steps: int, eager: bool, kernels: int) -> tup
         ]
         spent.sort(key=itemgetter(0), reverse=True)
         said = [f"{us / 1000:>9.2f} ms {one.count:>5} x {one.key[:100]}" for us, one in spent[:kernels]]
-    return median(times[3 : steps + 3]), peak, received(state), float(loss), said
+    return median(times[FIRST : FIRST + steps]), peak, received(state), float(loss), said
 
 
 def batch(config: Config, step: int) -> torch.Tensor:
@@ -118,18 +126,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--eager", action="store_true", help="units are not compiled; so it is on CPUs")
+    parser.add_argument("--graph", action="store_true", help="the step as a CUDA graph: the host is no limit")
     parser.add_argument("--only", help="rows, by commas")
     parser.add_argument("--kernels", type=int, default=0, help="how many are printed")
     args = parser.parse_args()
     ranks, eager = args.ranks or torch.cuda.device_count() or 2, args.eager or not torch.cuda.is_available()
     rows = args.only.split(",") if args.only else [*ROWS]
-    print(f"{args.model}, {ranks} ranks, units {'eager' if eager else 'compiled'}")
+    print(f"{args.model}, {ranks} ranks, units {'eager' if eager else 'compiled'}{', a graph' * args.graph}")
     print(f"{'gathers':>15} {'ms':>9} {'GiB':>7} {'received MiB':>13} {'loss':>8}")
     for row in rows:
         if row == "float8 recipe" and find_spec("torchao") is None:
             print(f"{row:>15} torchao is not installed")
             continue
-        given = row, args.model, args.steps, eager, args.kernels
+        given = row, args.model, args.steps, eager, args.graph, args.kernels
         ms, peak, nbytes, loss, said = fsdp.launch(measured, given, nprocs=ranks)[0]
         stop_workers()
         print(f"{row:>15} {ms:>9.1f} {peak:>7.2f} {nbytes / 2**20:>13.1f} {loss:>8.4f}", *said, sep="\n", flush=True)
