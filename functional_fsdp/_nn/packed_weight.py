@@ -39,9 +39,7 @@ class PackedWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, bits: torch.Tensor, form: Any, flipped: bool = False) -> PackedWeight:
-        shape, strides = [*form.shape], [1] * len(form.shape)
-        for i in range(len(shape) - 1, 0, -1):
-            strides[i - 1] = strides[i] * max(shape[i], 1)
+        shape, strides = form.shape, form.strides
         if flipped:
             shape, strides = shape[::-1], strides[::-1]
         made: PackedWeight = make_wrapper(
@@ -95,5 +93,11 @@ class PackedWeight(torch.Tensor):
                         "changed copy, as weight.clone(); or change weights between steps: fsdp.replace_params(state, "
                         "params)."
                     )
-        plain = pytree.tree_map_only(PackedWeight, lambda weight: weight.dequantized(), (args, kwargs))
-        return func(*plain[0], **plain[1])
+        return func(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
+
+
+def _plain(value: Any) -> Any:
+    """What an operation is given, with unpacked weights: a tensor, another value, or a list of them."""
+    if isinstance(value, PackedWeight):
+        return value.dequantized()
+    return [*map(_plain, value)] if isinstance(value, list | tuple) else value

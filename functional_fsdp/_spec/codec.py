@@ -48,6 +48,10 @@ class Codec:
         """The tensor that the planes stand for, as a new one of this shape and dtype. Changes nothing."""
         raise NotImplementedError
 
+    def of_bits(self, bits: torch.Tensor, form: Form) -> torch.Tensor:
+        """`unpack`, of the bytes in which all planes lie. Another one where a kernel reads them as they are."""
+        return self.unpack(form.planes(bits), form.shape, form.dtype)
+
     def nonnegative(self) -> Codec:
         """The codec for tensors without negative numbers, as second moments. By default the same."""
         return self
@@ -90,9 +94,19 @@ class Form:
         return tuple(found)
 
     @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where the planes begin, "data" first."""
+        return tuple(place.start for place in sorted(self.places, key=lambda place: place.name != "data"))
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes that are stored: those of all planes."""
         return self.places[-1].start + self.places[-1].nbytes if self.places else 0
+
+    @cached_property
+    def strides(self) -> Shape:
+        """Of a contiguous tensor of this shape."""
+        return tuple(prod(max(size, 1) for size in self.shape[i + 1 :]) for i in range(len(self.shape)))
 
     @property
     def numel(self) -> int:
@@ -118,7 +132,7 @@ class Form:
 
     def unpack(self, bits: torch.Tensor) -> torch.Tensor:
         """Bytes, uint8 [nbytes] -> the tensor that they stand for."""
-        return self.codec.unpack(self.planes(bits), self.shape, self.dtype)
+        return self.codec.of_bits(bits, self)
 
     def __str__(self) -> str:
         return f"{self.codec} of {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"

@@ -86,22 +86,18 @@ class Int8(Blocked):
         return {"data": ((n,), torch.int8), "absmax": ((rows,), torch.float32)}
 
     def by_operations(self, tensor: torch.Tensor) -> Planes:
-        width = self.block or (tensor.shape[-1] if tensor.dim() else 1)
+        width = self.shared(tuple(tensor.shape))
         rows = in_blocks(tensor, width) if width else tensor.new_zeros((0, 1), dtype=torch.float32)
         most = rows.abs().amax(dim=1)
         data = torch.round(rows * (127.0 / most)[:, None]).nan_to_num_(nan=0.0).clamp_(-127, 127).to(torch.int8)
         return {"data": data.view(-1)[: tensor.numel()], "absmax": most}
 
-    def unpack(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        if not self.block and shape and shape[-1]:  # a row is a block
-            return Int8(shape[-1]).unpack(planes, shape, dtype)
-        return super().unpack(planes, shape, dtype)
+    def shared(self, shape: Shape) -> int:
+        return self.block or (shape[-1] if shape else 1)
 
     def of_operations(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        width = self.block or (shape[-1] if shape else 1)
-        return (
-            spread(planes["data"], planes["absmax"], max(width, 1), torch.float32).mul_(1 / 127).to(dtype).view(shape)
-        )
+        values = spread(planes["data"], planes["absmax"], max(self.shared(shape), 1), torch.float32)
+        return values.mul_(1 / 127).to(dtype).view(shape)
 
     def __str__(self) -> str:
         return f"int8(block={self.block})" if self.block else "int8()"

@@ -142,6 +142,12 @@ class Nf4(Blocked):
     def code(self, like: torch.Tensor) -> torch.Tensor:
         return table("nf4", like)
 
+    def nested_code(self, like: torch.Tensor) -> torch.Tensor | None:
+        return table("dynamic", like) if self.nested else None
+
+    def shared(self, shape: Shape) -> int:
+        return self.size
+
     def by_operations(self, tensor: torch.Tensor) -> Planes:
         scaled, most = by_most(tensor, self.size)
         data = in_halves(_nearest(scaled, table("nf4", tensor)).to(torch.uint8))

@@ -15,7 +15,7 @@ import torch
 
 from .._common.device import casts_float8, runs_triton, tl, triton
 from .._common.tracing import traced_as
-from .._spec.codec import Codec, Planes, Shape
+from .._spec.codec import Codec, Form, Planes, Shape
 
 SIZE = 2048  # elements of a program
 FLOAT8 = ("fp8", "mx")  # kinds whose numbers a kernel must not read after its own cast: ptxas 12.8 then errs
@@ -36,6 +36,14 @@ class Blocked(Codec):
         """The codebook, where a tensor is; of codecs without one any tensor."""
         return like
 
+    def nested_code(self, like: torch.Tensor) -> torch.Tensor | None:
+        """That of the scales, where these are packed, too."""
+        return None
+
+    def shared(self, shape: Shape) -> int:
+        """How many elements of a tensor of this shape, flattened, have one scale; 0: that is said by tiles."""
+        return self.block
+
     def pack(self, tensor: torch.Tensor) -> Planes:
         if not fused(self, tensor):
             return self.by_operations(tensor)
@@ -49,7 +57,15 @@ class Blocked(Codec):
         if not fused(self, data):
             return self.of_operations(planes, shape, dtype)
         out = torch.empty(shape, dtype=dtype, device=data.device)
-        unpack(self, planes, out.view(-1))
+        unpack(self, *both(planes), out)
+        return out
+
+    def of_bits(self, bits: torch.Tensor, form: Form) -> torch.Tensor:
+        block = self.shared(form.shape)
+        if not block or not fused(self, bits, block):
+            return super().of_bits(bits, form)
+        out = torch.empty(form.shape, dtype=form.dtype, device=bits.device)
+        unpack(self, bits, bits, out, block, form.starts)
         return out
 
     def by_operations(self, tensor: torch.Tensor) -> Planes:
@@ -59,10 +75,10 @@ class Blocked(Codec):
         raise NotImplementedError
 
 
-@traced_as(lambda codec, tensor: False)
-def fused(codec: Codec, tensor: torch.Tensor) -> TypeGuard[Blocked]:
-    """Whether the kernels do it, by this codec and where this tensor is."""
-    if triton is None or not isinstance(codec, Blocked) or not codec.block:
+@traced_as(lambda codec, tensor, block=0: False)
+def fused(codec: Codec, tensor: torch.Tensor, block: int = 0) -> TypeGuard[Blocked]:
+    """Whether the kernels do it, by this codec and where this tensor is. block: elements that have one scale."""
+    if triton is None or not isinstance(codec, Blocked) or not (block or codec.block):
         return False
     runs = casts_float8 if codec.kind in FLOAT8 else runs_triton
     return type(tensor) is torch.Tensor and runs(tensor)
@@ -76,7 +92,8 @@ def pack(
 
     feedback: what was lost before [n], which is added; and where what is lost now is put [n]. Not of `FLOAT8`.
     """
-    data, scales = _both(planes)
+    (scales,) = (plane for name, plane in planes.items() if name != "data")
+    data = planes["data"].view(torch.uint8)
     before, after = feedback or (values, values)
     if n := values.numel():
         _pack[(triton.cdiv(n, max(SIZE, codec.block)),)](
@@ -86,22 +103,30 @@ def pack(
 
 
 def unpack(
-    codec: Blocked, planes: Planes, out: torch.Tensor, width: int = 0, ranks: int = 1, stride: int = 0,
-    mean: bool = False,
+    codec: Blocked, data: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, block: int = 0,
+    starts: tuple[int, ...] = (0, 0), width: int = 0, row: int = 0, ranks: int = 1, stride: int = 0, mean: bool = False,
 ) -> None:  # fmt: skip
-    """Planes of the first rank, flat or in rows of `width` elements -> out [n], in its dtype: the sum over ranks, or
-    that divided by their number. stride: bytes from the planes of a rank to those of the next."""
-    data, scales = _both(planes)
+    """Bytes -> out [n], in its dtype: of several ranks the sum, or that divided by their number.
+
+    Args:
+        data, scales: uint8, in which the planes lie, perhaps the same. starts: where, from the first byte: numbers,
+            scales, and of packed scales their own and their mean.
+        block: elements that have one scale; 0: as the codec says. width: of planes in rows, elements of one; and `row`
+            the bytes from one to the next. stride: bytes from the planes of a rank to those of the next.
+    """
     if n := out.numel():
+        code, nested = codec.code(out), codec.nested_code(out)
         _unpack[(triton.cdiv(n, SIZE),)](
-            data, scales, codec.code(out), out, n, data.stride(0), scales.stride(0), stride, stride // scales.itemsize,
-            codec.kind, width, codec.block, ranks, mean, SIZE, enable_fp_fusion=False,
+            data, scales, code, code if nested is None else nested, out, n, starts[0], starts[1], starts[-2],
+            starts[-1], row, stride, codec.kind, width, block or codec.block, ranks, mean, nested is not None, SIZE,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def _both(planes: Planes) -> tuple[torch.Tensor, torch.Tensor]:
-    (scales,) = (plane for name, plane in planes.items() if name != "data")
-    return planes["data"].view(torch.uint8), scales
+def both(planes: Planes) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes of numbers, and those of scales."""
+    data, scales = (planes[name].view(torch.uint8) for name in sorted(planes, key="data".__ne__))
+    return data, scales
 
 
 @jit
@@ -201,32 +226,46 @@ def _pack(  # type: ignore[no-untyped-def]
 
 @jit  # type: ignore[untyped-decorator]
 def _unpack(  # type: ignore[no-untyped-def]
-    data, scales, code, out, n, data_row, scale_row, data_stride, scale_stride, KIND: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, MEAN: tl.constexpr, SIZE: tl.constexpr,
+    data, scales, code, nested, out, n, data_start, scale_start, outer_start, mean_start, row_bytes, rank_bytes,
+    KIND: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, MEAN: tl.constexpr,
+    NESTED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = at < n
     place = at
+    outer = scales + outer_start
+    mean = scales + mean_start
+    data += data_start
+    scales += scale_start
     if WIDTH:
         row = at // WIDTH
-        data += row * data_row
-        scales += row * scale_row
+        data += row * row_bytes
+        scales += row * row_bytes
         place = at - row * WIDTH
-    total = _read(data, scales, code, place, inside, KIND, BLOCK)
+    total = _read(data, scales, code, nested, outer, mean, place, inside, KIND, BLOCK, NESTED)
     for _ in range(1, RANKS):
-        data += data_stride
-        scales += scale_stride
-        total += _read(data, scales, code, place, inside, KIND, BLOCK)
+        data += rank_bytes
+        scales += rank_bytes
+        total += _read(data, scales, code, nested, outer, mean, place, inside, KIND, BLOCK, NESTED)
     if MEAN:
         total = tl.math.div_rn(total, tl.full([SIZE], RANKS, tl.float32))
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 @jit  # type: ignore[untyped-decorator]
-def _read(data, scales, code, place, inside, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    scale = tl.load(scales + place // BLOCK, mask=inside, other=0)
+def _read(  # type: ignore[no-untyped-def]
+    data, scales, code, nested, outer, mean, place, inside, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    NESTED: tl.constexpr,
+):  # fmt: skip
+    block = place // BLOCK
     if KIND == "mx":
-        scale = _power(scale)
+        scale = _power(tl.load(scales + block, mask=inside, other=0))
+    elif NESTED:  # of 256 of them the largest, and what was taken off all
+        most = tl.load(outer.to(tl.pointer_type(tl.float32)) + block // 256, mask=inside, other=0.0)
+        scale = tl.load(nested + tl.load(scales + block, mask=inside, other=0).to(tl.int32)) * most
+        scale += tl.load(mean.to(tl.pointer_type(tl.float32)))
+    else:
+        scale = tl.load(scales.to(tl.pointer_type(tl.float32)) + block, mask=inside, other=0.0)
     if KIND == "int4" or KIND == "nf4":
         number = tl.load(data + place // 2, mask=inside, other=0)
         number = tl.where(place % 2 == 0, number >> 4, number & 15)

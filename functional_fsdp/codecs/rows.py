@@ -16,7 +16,7 @@ from math import gcd, lcm, prod
 import torch
 
 from .._common.calls import provide
-from .._spec.codec import START, Codec, Planes, Shape
+from .._spec.codec import START, Codec, Form, Planes, Shape
 from .kernels import fused, pack, unpack
 
 __all__ = ["Rows"]
@@ -81,16 +81,25 @@ class Rows(Codec):
                 rows[:, first:last].copy_(planes[name].view(torch.uint8).view(len(rows), -1))
 
     def unpack(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        rows = planes["rows"]
+        rows, found = planes["rows"], {}
         if fused(self.codec, rows):
-            out = torch.empty(shape, dtype=dtype, device=rows.device)
-            unpack(self.codec, self._planes(rows), out.view(-1), self.width)
-            return out
-        found = {}
+            return self.of_bits(rows.reshape(-1), Form(self, shape, dtype))
         for name, (own, kind) in self.codec.planes(shape).items():
             first, last = self.places[name]
             found[name] = rows[:, first:last].reshape(-1).view(kind)[: prod(own)].view(own)
         return self.codec.unpack(found, shape, dtype)
+
+    def of_bits(self, bits: torch.Tensor, form: Form) -> torch.Tensor:
+        if not fused(self.codec, bits):
+            return super().of_bits(bits, form)
+        out = torch.empty(form.shape, dtype=form.dtype, device=bits.device)
+        unpack(self.codec, bits, bits, out, 0, self.starts, self.width, self.nbytes)
+        return out
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where in a row the planes begin, "data" first."""
+        return tuple(first for _, (first, _) in sorted(self.places.items(), key=lambda place: place[0] != "data"))
 
     def _planes(self, rows: torch.Tensor) -> Planes:
         """The planes within rows, uint8 [rows, nbytes]: a row for each."""
