@@ -4,7 +4,8 @@
     python examples/wires.py --wire fp8_block nf4 --steps 300 --seeds 3 --json wires.json
 
 Prints bytes on the wire over those of bfloat16, the loss of the last steps, mean over seeds and their range, and how
-far the weights end from those of float32 wires. With feedback what packing loses of a gradient is added to the next one.
+far the weights end from those of float32 wires. With feedback what packing loses of a gradient is added to the next
+one.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ def add_up(codec: Codec, came: torch.Tensor, ranks: int, out: torch.Tensor, mean
     """Bytes [ranks · m], each rank's summand of one part, -> their sum, or mean, in the order of ranks: float32 [n]."""
     if kernels.fused(codec, came):
         stride = came.numel() // ranks
-        planes = kernels.both(_planes(codec, came[:stride], out.numel()))
-        kernels.unpack(codec, *planes, out, ranks=ranks, stride=stride, mean=mean)
+        data, scales = kernels.both(_planes(codec, came[:stride], out.numel()))
+        kernels.unpack(codec, data, scales, out, ranks=ranks, stride=stride, mean=mean)
         return
     for rank, part in enumerate(came.view(ranks, -1)):
         for start, stop, planes in _pieces(codec, part, out.numel()):
