@@ -14,8 +14,8 @@
 
 Each row has processes of its own. ms: the middle one of the steps, on the first rank; GiB: the peak of the step, of the
 caching allocator (GPUs only); received: bytes of gathers on a rank in a step, by the plan; loss: of the last step.
-`--graph`: each step is one CUDA graph. `--kernels 10` prints the ten kernels that take most of one more step: ms, and how
-often each is launched.
+`--graph`: each step is one CUDA graph. `--kernels 10` prints the ten kernels that take most of one more step: ms, and
+how often each is launched.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     planes of the moments ──unpack──▶ float32 ──AdamW──▶ weights, and moments in float32 ──pack──▶ the planes
 
 A codec packs blocks without a look at others, and a block is of one leaf and one rank's part. So each plane is flat: a
-FlatBuffer that lies as main weights do, with one number for so many elements. An update has some elements at once in
-float32; what it makes of weights is made of these, before they are packed.
+FlatBuffer that lies as main weights do, with one number for so many elements. What an update makes of weights is made
+of moments in float32, before they are packed. On GPUs it is one kernel for all of it; else some elements at once are in
+float32.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import torch
 from .._common.calls import provide
 from .._common.errors import SpecError
 from .._optim.adamw import AdamW
-from .._optim.optimizer import Tree, UpdatesSome, count_missed
+from .._optim.optimizer import Tree, UpdatesSome, count_missed, tensors
 from .._plan.bucket import ALIGN
 from .._runtime.given import Leaves
 from .._spec.codec import Codec, Planes
 from .._storage.flat import FlatBuffer, summary
+from ..codecs.kernels import update
 
 __all__ = ["PackedAdamState", "PackedAdamW", "packed"]
 
@@ -112,9 +114,12 @@ class PackedAdamW(UpdatesSome):
         planes = self._planes
         trees = main, grads, *(opt.mean[name] for name in planes), *(opt.square[name] for name in planes)
         for lists, values in self.adamw.groups(given, trees, opt.missed, count):
+            rates: dict[torch.Tensor, Any] = {}
+            plain = tensors(*values[1:])  # which the kernel takes as numbers only
             for p, g, *views, taken in zip(*lists, strict=True):
                 both = dict(zip(planes, views, strict=False)), dict(zip(planes, views[len(planes) :], strict=True))
-                self._change(skip, p, g, both, taken, values, planes)
+                if plain or not update(self.codec, p, g, both, taken, values, skip, rates):
+                    self._change(skip, p, g, both, taken, values, planes)
         count_missed([(opt.missed[name].local, some) for name, some in given.items() if name in main], skip)
         return main, opt
 

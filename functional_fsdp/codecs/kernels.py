@@ -17,7 +17,7 @@ from .._common.device import casts_float8, runs_triton, tl, triton
 from .._common.tracing import traced_as
 from .._spec.codec import Codec, Form, Planes, Shape
 
-SIZE = 2048  # elements of a program
+SIZE, UPDATED = 2048, 1024  # elements of a program
 FLOAT8 = ("fp8", "mx")  # kinds whose numbers a kernel must not read after its own cast: ptxas 12.8 then errs
 jit: Any = triton.jit if triton is not None else lambda kernel: kernel
 
@@ -159,16 +159,8 @@ def _whole(x, factor, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit  # type: ignore[untyped-decorator]
-def _pack(  # type: ignore[no-untyped-def]
-    values, before, after, data, scales, code, n, data_row, scale_row, KIND: tl.constexpr, FEEDBACK: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    block = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
-    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = at < n
-    x = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
-    if FEEDBACK:
-        x += tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
+def _number(x, code, KIND: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Blocks [COUNT, BLOCK] -> their numbers, the scales that are kept [COUNT], and these in float32."""
     most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)  # NaN is the largest
     one = tl.full([COUNT], 1.0, tl.float32)
     kept = most
@@ -205,6 +197,21 @@ def _pack(  # type: ignore[no-untyped-def]
             low = tl.load(code + found)
             found = tl.where(divided - low >= (tl.load(code + above) - low) * 0.5, above, found)
         number = found.to(tl.uint8)
+    return number, kept, scale
+
+
+@jit  # type: ignore[untyped-decorator]
+def _pack(  # type: ignore[no-untyped-def]
+    values, before, after, data, scales, code, n, data_row, scale_row, KIND: tl.constexpr, FEEDBACK: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
+    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = at < n
+    x = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
+    if FEEDBACK:
+        x += tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
+    number, kept, scale = _number(x, code, KIND, BLOCK, COUNT)
     if FEEDBACK:
         tl.store(after + at, (x - _value(number, scale[:, None], code, KIND)).to(after.dtype.element_ty), mask=inside)
     first = block * BLOCK  # of the flat planes, or of their row
@@ -272,3 +279,71 @@ def _read(  # type: ignore[no-untyped-def]
     else:
         number = tl.load(data + place, mask=inside, other=0)
     return _value(number, scale, code, KIND)
+
+
+def update(
+    codec: Codec, p: torch.Tensor, g: torch.Tensor, moments: tuple[Planes, Planes], taken: torch.Tensor,
+    settings: tuple[Any, ...], skip: torch.Tensor | None, rates: dict[torch.Tensor, tuple[torch.Tensor, ...]],
+) -> bool:  # fmt: skip
+    """AdamW of weights [n] by gradients [n] and packed moments, of which the second ones have no sign: one launch, in
+    which moments are unpacked, changed in float32, and packed. False, and nothing is done, if there is no kernel.
+
+    Args:
+        taken: the steps that were taken, float32 []. settings: lr, betas, eps and weight decay. rates: what is computed
+            of both on the device, by `taken`, is kept there.
+    """
+    lr, betas, eps, decay = settings
+    if not fused(codec, p) or codec.kind in ("int4", "nf4") or p.dtype.itemsize > 4:
+        return False
+    if taken not in rates:
+        root = (1 - betas[1] ** taken).sqrt()
+        rates[taken] = torch.ones_like(taken) - lr * decay, lr / (1 - betas[0] ** taken), root
+    torch.autograd.graph.increment_version([p, *moments[0].values(), *moments[1].values()])
+    (mean, mean_scale), (square, square_scale) = ([some.pop("data"), *some.values()] for some in map(dict, moments))
+    unsigned: Any = codec.nonnegative()
+    if n := p.numel():
+        _update[(triton.cdiv(n, UPDATED),)](
+            p, g, mean, mean_scale, square, square_scale, codec.code(p), unsigned.code(p), *rates[taken],
+            p if skip is None else skip, n, eps, 1 - betas[0], betas[1], 1 - betas[1], codec.kind, skip is not None,
+            codec.block, UPDATED // codec.block, enable_fp_fusion=False,
+        )  # fmt: skip
+    return True
+
+
+@jit  # type: ignore[untyped-decorator]
+def _update(  # type: ignore[no-untyped-def]
+    weights, grads, means, mean_scales, squares, square_scales, mean_code, square_code, keeps, step, root, skip, n,
+    eps, mean_rate, square_kept, square_rate, KIND: tl.constexpr, SKIPS: tl.constexpr, BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
+    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = at < n
+    there = block * BLOCK < n
+    if SKIPS:
+        there = there & (tl.load(skip) == 0)
+        inside = inside & (tl.load(skip) == 0)
+    grad = tl.load(grads + at, mask=inside, other=0.0).to(tl.float32)
+    mean = _moment(means, mean_scales, mean_code, at, block, inside, there, KIND)
+    mean += mean_rate * (grad - mean)
+    square = _moment(squares, square_scales, square_code, at, block, inside, there, KIND)
+    square = square_kept * square + square_rate * grad * grad
+    divided = tl.math.sqrt_rn(square)
+    divided = tl.math.div_rn(divided, tl.full([COUNT, BLOCK], 1.0, tl.float32) * tl.load(root)) + eps
+    weight = tl.load(weights + at, mask=inside, other=0.0).to(tl.float32)
+    weight = weight * tl.load(keeps) - tl.math.div_rn(tl.load(step) * mean, divided)
+    tl.store(weights + at, weight.to(weights.dtype.element_ty), mask=inside)
+    number, kept, _ = _number(mean, mean_code, KIND, BLOCK, COUNT)
+    tl.store(means + at, number, mask=inside)
+    tl.store(mean_scales + block, kept, mask=there)
+    number, kept, _ = _number(square, square_code, KIND, BLOCK, COUNT)
+    tl.store(squares + at, number, mask=inside)
+    tl.store(square_scales + block, kept, mask=there)
+
+
+@jit  # type: ignore[untyped-decorator]
+def _moment(data, scales, code, at, block, inside, there, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    scale = tl.load(scales + block, mask=there, other=0)
+    if KIND == "mx":
+        scale = _power(scale)
+    return _value(tl.load(data + at, mask=inside, other=0), scale[:, None], code, KIND)

@@ -190,7 +190,7 @@ SATELLITES: dict[str, set[str]] = {
     "_float8": set(),
     "_axes": set(),
     "_transports": set(),
-    "_optim_extra": set(),
+    "_optim_extra": {"codecs"},  # one kernel that unpacks moments, changes and packs them
     "_redistribute": {"_axes"},  # what of a leaf a rank has
     "_io": {"_axes", "_optim_extra", "_redistribute"},  # what checkpoints say of an optimizer, and of leaves
     "_simulate": {"_io"},  # a save that goes on beside the training
