@@ -10,6 +10,7 @@ import os
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,11 +20,13 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from gpu.machine import deterministic, own_gpus
+from torch.utils._pytree import tree_map
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp._launch.launch import stop_workers
+from functional_fsdp._optim.adamw import AdamW
 from functional_fsdp.codecs import Form, kernels, packed_reductions
 from functional_fsdp.codecs.rows import Rows
 
@@ -502,3 +505,61 @@ def test_figures_of_large_matrices() -> None:
     assert rows["nf4", False][2] < 0.3 * rows["bfloat16", False][2]
     for compile in (False, True):
         assert rows["nf4", compile][1] < rows["bfloat16", compile][1]
+
+
+def stepped(codec: fsdp.Codec, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Planes of packed moments, and weights, after steps of which one is skipped, and one has no gradient of a leaf."""
+    seeded = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(512, 257, generator=seeded).cuda(), "b": torch.randn(77, generator=seeded).cuda()}
+    spec = fsdp.Spec(fsdp.local_mesh(), precision=fsdp.Precision(main=dtype, compute=dtype))
+    state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2, moments=codec))
+    for step in range(5):
+        grads = {path: 1e-3 * torch.randn(p.shape, generator=seeded).cuda().to(dtype) for path, p in params.items()}
+        grads |= {"b": None} if step == 3 else {}
+        state = fsdp.step(fsdp.reduce(state, grads), skip=torch.tensor(step == 1, device="cuda"))
+    planes = [b.local.cpu() for which in state.opt[:2] for tree in which.values() for b in tree.values()]
+    return [*planes, *(p.cpu() for p in fsdp.full_params(state).values())]
+
+
+def updates() -> list[str]:
+    """Where moments of the kernel have other bits than those of operations, or weights another number."""
+    found, plainly = [], patch.object(AdamW, "change", AdamW.plainly)
+    for codec in (fsdp.dynamic8(), fsdp.dynamic8(64), fsdp.fp8_block(128), fsdp.int8(64), fsdp.mxfp8()):
+        for dtype in (torch.float32, torch.bfloat16):
+            own = stepped(codec, dtype)
+            with by_operations(), plainly:
+                others = stepped(codec, dtype)
+            for i, (one, other) in enumerate(zip(own, others, strict=True)):
+                same = (one.int() - other.int()).abs() <= 1 if one.dtype is torch.uint8 else torch.isclose(one, other)
+                if not same.all() or (one != other).float().mean() > (1e-3 if one.dtype is torch.uint8 else 1):
+                    found.append(f"{codec} {dtype} {i}: {int((one != other).sum())} of {one.numel()} differ")
+    return found
+
+
+def update_time() -> dict[str, tuple[int, float, int]]:
+    """Of 64 Mi elements: kernels that an update launches, ms, and MiB beside the state."""
+    found = {}
+    for name, how in {"one kernel": nullcontext, "by operations": by_operations, "plain moments": nullcontext}.items():
+        moments = None if name == "plain moments" else fsdp.dynamic8
+        state = fsdp.shard(
+            {"w": torch.randn(1 << 26).cuda()}, fsdp.Spec(fsdp.local_mesh()), fsdp.adamw(moments=moments)
+        )
+        run = partial(
+            state.optimizer.update, tree_map(torch.zeros_like, state.main), state.opt, state.main, state.count
+        )
+        with how():
+            run()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            found[name] = counted(run), timing(run), (torch.cuda.max_memory_allocated() - before) >> 20
+    return found
+
+
+def test_moments_are_updated_by_one_kernel_with_the_bits_of_operations() -> None:
+    """Printed: what an update of 64 Mi elements takes."""
+    assert not launch(updates, (), nprocs=1)[0]
+    found = launch(update_time, (), nprocs=1)[0]
+    for name, (kernels_, ms, more) in found.items():
+        print(f"\n{name:>14} {kernels_:4} launches {ms:8.3f} ms {more:6} MiB", end="")
+    assert found["one kernel"][1] < found["by operations"][1]
+    assert found["one kernel"][2] < 1
