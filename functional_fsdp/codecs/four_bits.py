@@ -77,8 +77,11 @@ NESTED = 256  # maxima that share one
 
 @traced_as(lambda name, like: _made(name, like.device))
 def table(name: str, like: torch.Tensor) -> torch.Tensor:
-    """A codebook, "nf4", "dynamic" or "dynamic unsigned", where a tensor is; in a trace a constant of the graph."""
-    return _kept(name, like.device) if type(like) is torch.Tensor else _made(name, like.device)
+    """A codebook, "nf4", "dynamic" or "dynamic unsigned", where a tensor is."""
+    if type(like) is torch.Tensor:
+        return _kept(name, like.device)
+    found: torch.Tensor = torch.ops.functional_fsdp.codebook(name, like.device)  # with constants on GPUs torch keeps no
+    return found  # graph on disk
 
 
 def codebook(name: str) -> tuple[float, ...]:
@@ -96,6 +99,16 @@ def _made(name: str, device: torch.device) -> torch.Tensor:
 
 
 _kept = cache(_made)
+
+
+@torch.library.custom_op("functional_fsdp::codebook", mutates_args=())
+def _copied(name: str, device: torch.device) -> torch.Tensor:
+    return _kept(name, device).clone()
+
+
+@_copied.register_fake
+def _(name: str, device: torch.device) -> torch.Tensor:
+    return torch.empty(len(codebook(name)), device=device)
 
 
 @cache
