@@ -514,7 +514,9 @@ def stepped(codec: fsdp.Codec, dtype: torch.dtype) -> list[torch.Tensor]:
     spec = fsdp.Spec(fsdp.local_mesh(), precision=fsdp.Precision(main=dtype, compute=dtype))
     state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2, moments=codec))
     for step in range(5):
-        grads = {path: 1e-3 * torch.randn(p.shape, generator=seeded).cuda().to(dtype) for path, p in params.items()}
+        grads: dict[str, Any] = {
+            path: 1e-3 * torch.randn(p.shape, generator=seeded).cuda().to(dtype) for path, p in params.items()
+        }
         grads |= {"b": None} if step == 3 else {}
         state = fsdp.step(fsdp.reduce(state, grads), skip=torch.tensor(step == 1, device="cuda"))
     planes = [b.local.cpu() for which in state.opt[:2] for tree in which.values() for b in tree.values()]
