@@ -6,6 +6,7 @@
     lru_cache of such                         an empty cache of the copy
     weak references, proxies, weak dicts      of the copy's parts where they led to parts; else shared
     parameters, wherever else they lie        placeholders that find the weight of their slot
+    memory of a parameter that trains         refused: a copy would not follow its updates
     locks, files, iterators, what is torch's  shared; refused where it leads to a part
     what classes and globals hold             refused where it leads to a part, and the module's code uses it
 
@@ -26,7 +27,7 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from functools import lru_cache, partial
 from types import CellType, FunctionType, MethodType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn as nn
@@ -77,6 +78,29 @@ class StrongRef(weakref.ref):  # type: ignore[type-arg]
         self.kept = value
 
 
+class Span(NamedTuple):
+    """Which bytes of a storage a tensor looks at, and whether at all from the first to the last."""
+
+    storage: int
+    first: int
+    last: int
+    dense: bool
+
+    def meets(self, other: Span) -> bool:
+        """Whether they have a byte in common; of two with gaps it is not known, and said to be none."""
+        apart = self.storage != other.storage or self.last <= other.first or other.last <= self.first
+        return not apart and (self.dense or other.dense)
+
+
+def span_of(t: torch.Tensor) -> Span | None:
+    """The bytes of a plain tensor; None where there are none, and of tensors of other classes."""
+    if type(t) not in (torch.Tensor, nn.Parameter, FakeTensor) or t.layout is not torch.strided or not t.numel():
+        return None
+    room = 1 + sum(int(n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    first = int(t.storage_offset())
+    return Span(t.untyped_storage()._cdata, first * t.itemsize, (first + room) * t.itemsize, room <= t.numel())
+
+
 class Copier:
     """One copy of one module.
 
@@ -98,6 +122,8 @@ class Copier:
         self.hooks = {id(table) for part in modules for name in HOOKS if (table := vars(part).get(name)) is not None}
         self.parameters = {*memo}
         self.buffers = {id(b): path for path, b in module.named_buffers(remove_duplicate=False)}
+        self.spans = {path: span for path, p in module.named_parameters() if p.requires_grad and (span := span_of(p))}
+        self.trained = {span.storage for span in self.spans.values()}
         lends: dict[int, Any] = {}
         owning = Walk(lambda x: not self._lends(x) or bool(lends.update({id(x): x})))
         self.owned = {id(x) for _, x in owning([Part("", module)]) if not is_fixed(x)}
@@ -265,6 +291,8 @@ class Copier:
 
     def _object(self, value: Any, path: Path) -> Any:
         """A tensor, or an object of any other class, by what Python has for copies of it."""
+        if isinstance(value, torch.Tensor):
+            self._memory(value, path)
         if isinstance(value, torch.Tensor) and getattr(value, "place", None):  # a placeholder outside of its slot
             self.copy(value.place[0], path)  # type: ignore[attr-defined]
         met: Exception | None = None
@@ -283,6 +311,14 @@ class Copier:
             why = TORCHS if met is None else (str(met).splitlines() or [type(met).__name__])[0]
             self._refuse(path, value, f"cannot be copied ({why}), and may lead to weights", "Leave it out.", met)
         return value
+
+    def _memory(self, value: torch.Tensor, path: Path) -> None:
+        """Refuse a tensor that sees a parameter change, as `weight.detach()` does."""
+        span = span_of(value)
+        for name, weight in self.spans.items() if span is not None and span.storage in self.trained else ():
+            if span is not None and span.meets(weight):
+                what = f"has memory of the parameter {name!r}, whose values come from a state"
+                self._refuse(path, value, what, "Read the parameter in the forward; or keep a clone, as it is now.")
 
     def _by_itself(self, value: Any, own: Any, path: Path) -> Any:
         """A class that copies itself, with what is in it copied before: it calls `copy.deepcopy`, which knows less."""

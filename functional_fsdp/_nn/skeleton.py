@@ -41,7 +41,7 @@ from .._common.calls import outside_inference, provided
 from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.torch_names import NoTorchFunction, pytree
 from .._common.tree import flatten
-from .copies import Copier
+from .copies import Copier, Span, span_of
 
 
 def is_dtensor(t: Any) -> bool:
@@ -280,6 +280,7 @@ def skeleton_of(module: M, spec: Any = None) -> M:
 def _refuse(module: nn.Module) -> None:
     for path, part in module.named_modules():
         refuse_wrapped(path, part)
+    _refuse_overlaps({path: p for path, p in module.named_parameters() if not is_dtensor(p)})
     for path, param in module.named_parameters(remove_duplicate=False):
         if isinstance(param, UninitializedParameter):
             raise TreeError(
@@ -305,6 +306,27 @@ def _refuse(module: nn.Module) -> None:
                     "gradients, which cannot be copied. Compute it in the forward; instead of torch.nn.utils."
                     "weight_norm and prune use torch.nn.utils.parametrizations."
                 )
+
+
+def _refuse_overlaps(params: Mapping[str, nn.Parameter]) -> None:
+    """Raise for parameters that share memory, unless they are one leaf: the same bytes, seen and trained alike."""
+    spans = {path: span for path, p in params.items() if (span := span_of(p))}
+    before, last = "", Span(0, 0, 0, True)
+    for path, span in sorted(spans.items(), key=lambda item: item[1][:2]):
+        if span.meets(last):
+            a, b = params[before], params[path]
+            if (span, a.shape, a.stride(), a.dtype) != (last, b.shape, b.stride(), b.dtype):
+                how = "in other ways: they would be leaves of their own, and come apart"
+            elif a.requires_grad is not b.requires_grad:
+                how = f"and of the one leaf that they are {path if b.requires_grad else before!r} trains alone"
+            else:
+                continue
+            raise TreeError(
+                f"the parameters {before!r} and {path!r} share memory, {how}. Keep one of them, and compute the other "
+                "in the forward."
+            )
+        if span.storage != last.storage or span.last > last.last:
+            before, last = path, span
 
 
 def every_buffer(module: nn.Module, persistent: bool = False) -> Iterator[tuple[str, dict[str, Any], str]]:

@@ -255,8 +255,9 @@ def init(
     def look() -> tuple[Any, list[Topic]]:
         recorder, module = _recorded(make, seed, run.device)
         params = dict(module.named_parameters(remove_duplicate=False))
-        shapes = {id(p): nn.Parameter(_meta(p), requires_grad=p.requires_grad) for p in params.values()}
-        infos, paths, treedef = describe({path: shapes[id(p)] for path, p in params.items()})
+        views = {path: recorder.view(local_part(p)) for path, p in params.items()}
+        shapes = {views[path]: nn.Parameter(_meta(p), requires_grad=p.requires_grad) for path, p in params.items()}
+        infos, paths, treedef = describe({path: shapes[views[path]] for path in params})
         spec_ = _with_dtensors(spec, paths, [*params.values()])
         plan, topics = given(infos, paths, spec_, as_optimizer(optimizer), seed)
         fill = None
@@ -265,7 +266,6 @@ def init(
             topics += more
         with torch.no_grad(), _Copies(recorder, real=True):
             skeleton = skeleton_of(module, spec_)
-        views = {path: recorder.view(local_part(p)) for path, p in params.items()}
         return (infos, paths, treedef, recorder, views, skeleton, fill, spec_, plan), topics
 
     with Joint(run, "init") as joint:

@@ -1,0 +1,103 @@
+"""What shares memory with a weight: one leaf where it is the same, else an error, since a copy would not follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import functional_fsdp as fsdp
+from functional_fsdp import TreeError
+from functional_fsdp import transforms as T
+
+
+def by_init(module: Callable[[], nn.Module]) -> Any:
+    return fsdp.init(module, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+
+
+def by_functionalize(module: Callable[[], nn.Module]) -> Any:
+    params, model = fsdp.functionalize(module())
+    return fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1)), model
+
+
+class Holds(nn.Module):
+    def __init__(self, hold: Callable[[Any, nn.Linear], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        hold(self, self.layer)
+
+
+def attribute(m: Any, layer: nn.Linear) -> None:
+    m.view = layer.weight.detach().t()
+
+
+def within(m: Any, layer: nn.Linear) -> None:
+    m.held = {"w": [layer.weight.data[1:]]}
+
+
+def buffer(m: Any, layer: nn.Linear) -> None:
+    m.register_buffer("seen", layer.weight.data)
+
+
+def transposed(m: Any, layer: nn.Linear) -> None:
+    m.w = nn.Parameter(layer.weight.data.t())
+
+
+def frozen(m: Any, layer: nn.Linear) -> None:
+    m.w = nn.Parameter(layer.weight.data, requires_grad=False)
+
+
+REFUSED = {
+    attribute: "'view' in the module .* has memory of the parameter 'layer.weight'",
+    within: r"held\['w'\]\[0\]. in the module",
+    buffer: "'seen' in the module",
+    transposed: "'w' and 'layer.weight' share memory, in other ways",
+    frozen: "of the one leaf that they are 'layer.weight' trains alone",
+}
+
+
+@pytest.mark.parametrize("make", [by_init, by_functionalize])
+@pytest.mark.parametrize("hold", REFUSED)
+def test_what_would_not_follow_a_weight_is_refused(hold: Any, make: Any) -> None:
+    with pytest.raises(TreeError, match=REFUSED[hold]):
+        make(lambda: Holds(hold))
+
+
+def parts_of_one(m: Any, layer: nn.Linear) -> None:
+    m.a, m.b = (nn.Parameter(part) for part in torch.randn(4, 2).chunk(2))
+    m.clone = layer.weight.detach().clone()
+    layer.bias.requires_grad_(False)
+    m.of_frozen = layer.bias.detach()
+
+
+@pytest.mark.parametrize("make", [by_init, by_functionalize])
+def test_parts_of_one_storage_and_clones_are_what_they_were(make: Any) -> None:
+    state, _ = make(lambda: Holds(parts_of_one))
+    assert fsdp.full_params(state).keys() == {"a", "b", "layer.weight", "layer.bias"}
+
+
+def tied_by_data() -> nn.Module:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    module[2].weight.data = module[0].weight.data
+    return module
+
+
+@pytest.mark.parametrize("make", [by_init, by_functionalize])
+def test_weights_of_the_same_bytes_are_one_leaf(make: Any) -> None:
+    """As they are to an optimizer of torch, which writes in place."""
+    state, model = make(tied_by_data)
+    whole = fsdp.full_params(state)
+    plain = tied_by_data()
+    plain.load_state_dict({path: leaf.clone() for path, leaf in whole.items()})
+    x = torch.randn(8, 4)
+    state, _ = T.forward_backward(model, lambda model, x: model(x).square().mean())(state, x)
+    after = fsdp.full_params(fsdp.step(state))
+    plain(x).square().mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert torch.equal(after["0.weight"], after["2.weight"])
+    for path, p in plain.named_parameters():
+        torch.testing.assert_close(after[path], p.detach())
