@@ -47,15 +47,15 @@ def save_adapter(
     """Write the leaves of a PEFT adapter to `folder`, as `PeftModel.from_pretrained` reads them. Never consumes it.
 
     The state is that of a model of `get_peft_model`: its leaves of LoRA, DoRA's vectors, those of embeddings, and
-    modules that are saved whole. The base is not written, nor gathered. For weights with the adapter in them give the
-    whole model to PEFT itself: `fsdp.as_module(model, state).merge_and_unload()`.
+    modules that are saved whole, with their buffers. The base is not written, nor gathered. For weights with the
+    adapter in them give the whole model to PEFT itself: `fsdp.as_module(model, state).merge_and_unload()`.
 
     Args:
         folder: appears when everything is on disk. All ranks must see it.
         config: of the adapter, `model.peft_config["default"]`; or a mapping, for `adapter_config.json`. None: written
             by you.
         adapter: its name in the model.
-        dtype: of the file; None: that of `Precision.main`.
+        dtype: of leaves in the file; None: that of `Precision.main`. Buffers have theirs.
 
     Returns:
         the folder.
@@ -113,6 +113,9 @@ def save_adapter(
             claim.appear()
 
         joint(begin, "begin")
+        if claim is not None:  # of modules that are saved whole
+            for p, own in zip(*flatten(state.buffers)[:2], strict=True):
+                held |= {one: own.detach().to("cpu", copy=True).contiguous() for one in (in_file(p, adapter),) if one}
         with state.version.lineage.looking(state):
             for name, buffer in state.main.items():
                 wanted = [leaf.path for leaf in state.layout.buckets[name].leaves if named[leaf.path]]

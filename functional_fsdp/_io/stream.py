@@ -507,9 +507,9 @@ def _bring_up(since: WeightSnapshot, moved: list[tuple[torch.Tensor, torch.Tenso
 
 def _changed(before: torch.Tensor, now: torch.Tensor, block: int) -> list[tuple[int, int]]:
     """Runs [a, b) of elements, of whole blocks, in which a bit is another."""
-    kind = BITS.get(before.dtype.itemsize, torch.uint8)
-    differs = before.view(kind) != now.view(kind)
-    n = len(differs)
+    kind = BITS.get(before.dtype.itemsize, torch.int64)
+    differs, n = before.view(kind) != now.view(kind), len(before)
+    differs = differs if len(differs) == n else differs.view(n, -1).any(1)  # of complex128
     full = n // block * block
     some = differs[:full].view(-1, block).any(1)
     if full < n:

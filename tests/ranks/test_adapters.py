@@ -14,7 +14,7 @@ import torch.nn as nn
 from safetensors.torch import load_file
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
+from functional_fsdp import extend, launch
 from functional_fsdp.convert import model_of
 
 DATA = Path(__file__).parents[1] / "data" / "peers"
@@ -135,3 +135,33 @@ def test_a_tied_leaf_is_in_the_file_under_each_name_and_sets_in_a_config_are_lis
         with pytest.raises(fsdp.SpecError, match=said):
             fsdp.save_adapter(state, tmp_path / "b", **wrong)
     assert [one.name for one in tmp_path.iterdir()] == ["a"]
+
+
+class Normed(nn.Module):
+    """The leaves of a model with a norm that is saved whole, and has buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.head = nn.Module(), nn.Module()
+        self.q.lora_A = nn.ModuleDict({"default": nn.Linear(3, 2, bias=False)})
+        self.head.modules_to_save = nn.ModuleDict({"default": nn.BatchNorm1d(3)})
+        self.head.original_module = nn.BatchNorm1d(3)
+
+
+def buffers_of_an_adapter(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    state, _ = fsdp.init(Normed, fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data")), seed=1)
+    fresh = dict(state.buffers)
+    held = {path: torch.full_like(t, 7) if "save" in path else t for path, t in fresh.items()}
+    fsdp.save_adapter(extend.evolve(state, buffers=held), folder, {"peft_type": "LORA"}, dtype=torch.bfloat16)
+    loaded = fsdp.load_weights(state, fsdp.open_checkpoint(folder), partial=True)
+    return held, dict(loaded.buffers)
+
+
+def test_buffers_of_modules_that_are_saved_whole_are_in_the_file_and_come_back(tmp_path: Path) -> None:
+    for held, back in launch(buffers_of_an_adapter, (str(tmp_path / "a"),), nprocs=2, simulate=True):
+        assert held.keys() == back.keys()
+        assert all(torch.equal(back[path], t) for path, t in held.items())
+    written = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    norm = {"head.running_mean", "head.running_var", "head.num_batches_tracked", "head.weight", "head.bias"}
+    assert written.keys() == {"q.lora_A.weight", *norm}
+    assert (written["head.running_mean"].dtype, written["head.weight"].dtype) == (torch.float32, torch.bfloat16)

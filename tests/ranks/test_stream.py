@@ -400,3 +400,15 @@ def test_a_process_group_and_a_folder_are_destinations(tmp_path: Path) -> None:
     trained, _, got = launch(to_another_rank, (str(tmp_path),), nprocs=3)
     assert len(got) == 8
     assert all(torch.equal(trained[name], leaf) for name, leaf in got.items())
+
+
+def test_a_change_far_into_a_buffer_of_complex128_is_found() -> None:
+    held = torch.zeros(200, dtype=torch.complex128)
+    state = fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(fsdp.local_mesh("cpu")), buffers={"c": held})
+    since = fsdp.snapshot(state)
+    moved = held.clone()
+    moved[100].add_(2j)
+    changed = fsdp.delta(since, extend.evolve(state, buffers={"c": moved}), block=8)
+    assert changed.runs["c"].tolist() == [[96, 8]]
+    fsdp.apply_delta({"c": held}, changed)
+    assert torch.equal(held, moved)
