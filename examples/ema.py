@@ -19,17 +19,26 @@ __all__ = ["averaged", "update", "with_ema"]
 
 
 def with_ema(state: State) -> State:
-    """The average begins at the weights as they are."""
-    return fsdp.replace_extras(state, ema=pytree.tree_map(torch.clone, state.main))
+    """The average begins at the weights as they are, in float32 at least: a weight of bfloat16 would never move."""
+    return fsdp.replace_extras(state, ema=pytree.tree_map(lambda w: w.to(wide(w.dtype), copy=True), state.main))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Integers and bytes of packed leaves stay what they are."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def update(state: State, decay: float = 0.999) -> State:
     """The average goes a little towards the weights, after a step."""
-    ema = pytree.tree_map(lambda e, w: torch.lerp(w, e, decay), state.extras["ema"], state.main)
-    return fsdp.replace_extras(state, ema=ema)
+
+    def nearer(e: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.lerp(w.to(e.dtype), e, decay) if e.is_floating_point() else w.clone()
+
+    return fsdp.replace_extras(state, ema=pytree.tree_map(nearer, state.extras["ema"], state.main))
 
 
 def averaged(state: State) -> State:
     """A state with the average as its weights, to evaluate and to export: without an optimizer. The one that is trained
     stays. Every rank must call it."""
-    return fsdp.replace_params(state, state.extras["ema"], optimizer=False)
+    average = pytree.tree_map(lambda e, w: e.to(w.dtype), state.extras["ema"], state.main)
+    return fsdp.replace_params(state, average, optimizer=False)

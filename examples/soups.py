@@ -47,6 +47,7 @@ def mixed(state: State, other: State, share: float) -> State:
 
     def mix() -> None:
         for name, buffer in state.main.items():
-            buffer.local.lerp_(other.main[name].local, share)
+            if buffer.local.is_floating_point():  # not bytes of packed leaves
+                buffer.local.lerp_(other.main[name].local, share)
 
     return extend.change_weights(state, "soup", mix, share)

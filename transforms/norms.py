@@ -31,6 +31,11 @@ def check_tree(state: State, tree: Any, what: str, names: Iterable[str]) -> None
     """
     for name in names:
         want, got = state.main.get(name), tree.get(name) if isinstance(tree, Mapping) else None
+        if want is not None and want.bucket.packed:
+            raise TreeError(
+                f"{what} has the bucket {name!r}, whose leaves are packed ({want.bucket.leaves[0].path!r}): bytes are "
+                "no numbers of theirs. Leave it out: {name: state.main[name] for name in state.layout.trainable}."
+            )
         if want is None:
             raise TreeError(f"{what} has the bucket {name!r}; the state has {', '.join(map(repr, state.main))}.")
         if not isinstance(got, FlatBuffer) or got.local.shape != want.local.shape or got.states != want.states:
@@ -43,7 +48,7 @@ def check_tree(state: State, tree: Any, what: str, names: Iterable[str]) -> None
 
 
 def widest(*trees: Buffers) -> torch.dtype:
-    """The dtype to compute with: float32, or wider if one of their buffers is."""
+    """The dtype to compute with: float32, or float64 if one of their buffers is."""
     dtype = torch.float32
     for tree in trees:
         for buffer in tree.values():
@@ -98,8 +103,8 @@ def norms(
         together.
 
     Raises:
-        ScheduleError: the state has no gradients, and there is no `tree`. TreeError: a tree of another layout, or
-        sharded otherwise. SpecError: another `ord` or `by`.
+        ScheduleError: the state has no gradients, and there is no `tree`. TreeError: a tree of another layout,
+        sharded otherwise, or with leaves that are packed. SpecError: another `ord` or `by`.
 
     Collective: one all-reduce for each axis that shards something, of the numbers of all leaves together; without
     `tree` what `finish_reductions` issues.
@@ -152,7 +157,7 @@ def dot(state: State, a: Buffers, b: Buffers) -> tuple[State, torch.Tensor]:
         the state, and the product in float32, or in float64 if one of them is, the same on every rank.
 
     Raises:
-        TreeError: a tree of another layout, or sharded otherwise.
+        TreeError: a tree of another layout, sharded otherwise, or with leaves that are packed.
 
     Collective: one all-reduce of a few numbers for each axis that shards something.
 
@@ -187,10 +192,9 @@ def _powers(state: State, tensors: Sequence[torch.Tensor], ord: float, dtype: to
     for i, tensor in enumerate(tensors):
         if tensor.numel():
             alike.setdefault(tensor.dtype, []).append(i)
-    for which in alike.values():
-        for i, norm in zip(
-            which, torch_private.foreach_norm([tensors[i] for i in which], ord, dtype=dtype), strict=True
-        ):
+    for kind, which in alike.items():
+        some = [tensors[i] if kind.is_floating_point else tensors[i].to(dtype) for i in which]
+        for i, norm in zip(which, torch_private.foreach_norm(some, ord, dtype=dtype), strict=True):
             found[i] = norm
     stacked = torch.stack(found)
     return stacked.square() if ord == 2 else stacked

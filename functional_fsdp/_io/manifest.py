@@ -412,7 +412,7 @@ def fits(
             f"{'there' if rest[0] in there else 'here'} only{more_}. Give the state the buffers that it was saved "
             "with, extras of the same trees, and the mesh axes of its experts."
         )
-    if not opt and note["optimizer"] != _kind(state.optimizer):
+    if not opt and note["optimizer"] != _kind(state.optimizer) and any(name.startswith("opt.") for name in there):
         warnings.warn(
             f"load: {path} was written with the optimizer {note['optimizer']}, and this state has "
             f"{_kind(state.optimizer)}, whose state has the same names. What it holds is taken over as it is.",

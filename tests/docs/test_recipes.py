@@ -577,3 +577,35 @@ def by_inputs(name: str) -> list[float]:
 def test_losses_with_derivatives_beside_plain_torch(name: str) -> None:
     for apart in launch(by_inputs, (name,), nprocs=2):
         assert max(apart) < 1e-9
+
+
+def averaged(folder: str) -> tuple[Tree, Tree, Tree]:
+    """Of weights of bfloat16, beside a leaf that is packed and one of integers."""
+    import ema
+    import soups
+
+    params = {"base": nn.Parameter(torch.ones(8, 64)), "w": torch.ones(64, dtype=torch.bfloat16), "n": torch.arange(3)}
+    precision = {"base": fsdp.Precision(main=fsdp.nf4), "w": fsdp.Precision(main=torch.bfloat16), "*": fsdp.Precision()}
+    state = ema.with_ema(fsdp.shard(params, fsdp.Spec(fsdp.local_mesh("cpu"), precision=precision), fsdp.sgd(lr=0.5)))
+    folders = [fsdp.save(state, f"{folder}/0")]
+    for _ in range(100):
+        state, weights = fsdp.unshard(state)
+        state = fsdp.reduce(state, {"base": None, "w": torch.ones_like(weights["w"]) / 50, "n": None})
+        state = ema.update(fsdp.step(state), decay=0.999)
+    folders.append(fsdp.save(state, f"{folder}/1"))
+    soup = soups.uniform(folders, state.spec)
+    return tuple(fsdp.full_params(one) for one in (ema.averaged(state), state, soup))
+
+
+def test_averages_of_narrow_weights_move_and_others_stay(tmp_path: Path) -> None:
+    for average, now, soup in fsdp.launch(averaged, (str(tmp_path),), nprocs=2, simulate=True):
+        want, w = 1.0, torch.ones((), dtype=torch.bfloat16)
+        for _ in range(100):
+            w = w - 0.5 * torch.tensor(0.02).bfloat16()
+            want = 0.999 * want + 0.001 * float(w)
+        torch.testing.assert_close(now["w"], w.expand(64))
+        torch.testing.assert_close(average["w"], torch.tensor(want).bfloat16().expand(64))
+        torch.testing.assert_close(soup["w"], ((1 + w) / 2).expand(64))
+        for one in (average, soup):
+            assert torch.equal(one["base"].bits, now["base"].bits)  # type: ignore[attr-defined]
+            assert torch.equal(one["n"], now["n"])

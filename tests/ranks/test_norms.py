@@ -276,3 +276,27 @@ def test_a_replica_with_a_nan_skips_its_step_alone() -> None:
         assert "NonfiniteError" in found["said"]  # on every rank
         assert "their norm is nan), of the rank that holds it: rank 3, unit 'blocks.1'" in found["said"]
         assert (found["steps"], found["skipped"], found["later"]) == ((0, 1, 1) if rank >= 2 else (1, 0, 2))
+
+
+def packed_and_counts() -> fsdp.State:
+    """A leaf that is packed, one that trains, and one of integers."""
+    params = {"base": nn.Parameter(torch.ones(8, 64)), "w": torch.full((4,), 3.0), "n": torch.tensor([3, 4])}
+    precision = {"base": fsdp.Precision(main=fsdp.nf4), "*": fsdp.Precision()}
+    spec = fsdp.Spec(fsdp.local_mesh("cpu"), precision=precision)
+    return fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
+
+
+def measured_numbers() -> tuple[dict[str, float], float]:
+    state = packed_and_counts()
+    for call in (lambda: T.norms(state, state.main), lambda: T.dot(state, state.main, state.main)):
+        with pytest.raises(fsdp.TreeError, match=r"whose leaves are packed \('base'\): bytes are no numbers"):
+            call()
+    plain = {name: buffer for name, buffer in state.main.items() if buffer.local.dtype is not torch.uint8}
+    state, found = T.norms(state, plain)
+    state, product = T.dot(state, plain, plain)
+    return {path: float(n) for path, n in found.items()}, float(product)
+
+
+def test_bytes_of_packed_leaves_are_no_numbers_and_integers_are() -> None:
+    found = fsdp.launch(measured_numbers, nprocs=2, simulate=True)
+    assert found == [({"w": 6.0, "n": 5.0}, 36.0 + 25.0)] * 2
