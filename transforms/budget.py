@@ -312,13 +312,13 @@ class Trial:
         return {way: cost for way, cost in found.items() if cost.freed > 0 or way == KEPT}
 
     def children(self) -> list[str]:
-        """The parts of the first block that have a share of its weights and are called."""
-        block = self.model.get_submodule(self.budget.paths[0])
-        total = sum(p.numel() for p in block.parameters())
+        """The parts of the first block that have a share of its weights, and which every block has and calls."""
+        blocks = [self.model.get_submodule(path) for path in self.budget.paths]
+        total = sum(p.numel() for p in blocks[0].parameters())
         return [
             name
-            for name, child in block.named_children()
-            if type(child).forward is not nn.Module.forward
+            for name, child in blocks[0].named_children()
+            if all(_calls(block, name) for block in blocks)
             and sum(p.numel() for p in child.parameters()) >= SHARE * total
         ]
 
@@ -328,6 +328,12 @@ class Trial:
         late = moving(self.rehearsed(ways).moved, self.forward_of(ways), self.hardware)
         more = self.seconds(ways) - self.seconds(self.all(KEPT)) + late
         return BudgetChoice(self.budget.nbytes, self.before, self.peak(ways), more, self.in_words(ways))
+
+
+def _calls(block: nn.Module, name: str) -> bool:
+    """Whether a block has a part of this name that is called, and is no container."""
+    part = block._modules.get(name)
+    return part is not None and type(part).forward is not nn.Module.forward
 
 
 def best(

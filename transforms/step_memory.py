@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functional_fsdp import Plan, ScheduleError, State
+from functional_fsdp import Plan, ScheduleError, SpecError, State
 from functional_fsdp._seams import (
     StepMemory,
     Stretch,
@@ -51,7 +51,8 @@ def step_memory(forward_backward: ForwardBackward[Any], state: State, *args: Any
     Collective: none.
 
     Raises:
-        ScheduleError: the loss function asks for a tensor's value; with `second_order=True`.
+        ScheduleError: the loss function asks for a tensor's value; with `second_order=True`. SpecError: a function
+        that `T.forward_backward` has not made.
 
     Example: `print(T.step_memory(forward_backward, state, batch))`.
 
@@ -109,6 +110,11 @@ def rehearse(
             before the first one.
         spared: by use of the forward, bytes that it keeps more than was seen, until its backward.
     """
+    if not isinstance(forward_backward, ForwardBackward):
+        raise SpecError(
+            f"{verb}: expected what T.forward_backward(model, loss_fn) gives, and got a "
+            f"{type(forward_backward).__name__}."
+        )
     driver = forward_backward.driver
     if not isinstance(driver, Driver):
         raise ScheduleError(f"{verb}: of forward_backward(second_order=True) it is not known. Leave that out.")

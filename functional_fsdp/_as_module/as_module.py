@@ -12,7 +12,7 @@ from .._common.errors import TreeError
 from .._common.torch_names import func_interpreter, pytree
 from .._common.tree import flatten
 from .._nn.module import Bound, forms_among, validate
-from .._nn.skeleton import aliases_among, aliases_of, every_buffer, skeleton_of, tied
+from .._nn.skeleton import aliases_among, aliases_of, every_buffer, needs_module, skeleton_of, tied
 from .._state.export import full_params
 from .._state.state import State
 
@@ -46,6 +46,9 @@ def as_module(model: M, weights: State | Mapping[str, torch.Tensor]) -> M:
     Example: `torch.export.export(fsdp.as_module(model, state).eval(), (x,))`.
     """
     model = model._module if isinstance(model, Bound) else model
+    needs_module("as_module(model, weights)", model)
+    if not isinstance(weights, State | Mapping):
+        raise TreeError(f"as_module: weights is a {type(weights).__name__}; expected a State, or {{path: tensor}}.")
     if not isinstance(weights, State):
         return _filled(model, weights)
     found = dict(zip(weights.layout.paths, pytree.tree_leaves(full_params(weights)), strict=True))

@@ -39,6 +39,7 @@ from .skeleton import (
     changed,
     every_buffer,
     form_of,
+    needs_module,
     refuse_meta,
     skeleton_of,
     tied,
@@ -150,8 +151,8 @@ def functionalize(module: M, spec: Any = None) -> tuple[dict[str, torch.Tensor],
         >>> bind(model, params)(torch.ones(1, 2)).shape
         torch.Size([1, 3])
     """
-    params: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    return params, skeleton_of(module, spec)
+    model = skeleton_of(module, spec)
+    return dict(module.named_parameters(remove_duplicate=False)), model
 
 
 class Slots:
@@ -452,6 +453,7 @@ def bind(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Bound:
     """
     if isinstance(model, Bound):
         model = model._module
+    needs_module("bind(model, weights)", model)
     if not isinstance(weights, Mapping):
         raise TreeError(f"bind: weights is a {type(weights).__name__}; expected {{path: tensor}}, as unshard gives.")
     place = _place(model, weights)

@@ -250,6 +250,7 @@ def skeleton_of(module: M, spec: Any = None) -> M:
 
     Example: `model = extend.skeleton_of(nn.Linear(2, 3))`; `fsdp.bind(model, weights)(x)` computes with it.
     """
+    needs_module("a model", module)
     _refuse(module)
     memo: dict[int, Any] = {id(p): _placeholder(p) for p in module.parameters()}
     copier = Copier(module, memo)
@@ -275,6 +276,13 @@ def skeleton_of(module: M, spec: Any = None) -> M:
             memo[id(param)].place = held, name
     _take_float8(skeleton)
     return skeleton
+
+
+def needs_module(what: str, given: Any) -> None:
+    """Refuse what is no module."""
+    if not isinstance(given, nn.Module):
+        said = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+        raise TreeError(f"{what}: expected a module, as Net(), and got {said}.")
 
 
 def _refuse(module: nn.Module) -> None:

@@ -110,8 +110,11 @@ Rules = tuple[tuple[str, Any], ...]
 _alongs, _cuts_of, _spec_table = provided("axes.alongs"), provided("axes.cuts_of"), provided("look.spec_table")
 
 
-def _rules(value: Mapping[str, Any] | None) -> Rules:
-    return tuple((value or {}).items())
+def _rules(what: str, value: Mapping[str, Any] | None, kind: type) -> Rules:
+    value = {} if value is None else value
+    if not isinstance(value, Mapping) or not all(isinstance(one, kind) for one in value.values()):
+        raise SpecError(f"Spec({what}={value!r}): expected {{pattern: {kind.__name__}}}, and patterns are texts.")
+    return tuple(value.items())
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -220,8 +223,8 @@ class Spec:
                 )
         put("precisions", tuple(dtypes.items()))
         put("units", freeze_units(units))
-        put("labels", _rules(labels))
-        put("trainable", _rules(trainable))
+        put("labels", _rules("labels", labels, str))
+        put("trainable", _rules("trainable", trainable, bool))
         put("average", average)
         put("schedule", schedule or Schedule())
         put("transport", transport_of(transport))
@@ -256,7 +259,7 @@ class Spec:
 
     def with_trainable(self, trainable: Mapping[str, bool]) -> Spec:
         """The same with other rules for what trains."""
-        return self._but("trainable", _rules(trainable))
+        return self._but("trainable", _rules("trainable", trainable, bool))
 
     def with_placement(self, placement: Placement) -> Spec:
         """The same with one placement for all leaves."""

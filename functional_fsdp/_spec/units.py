@@ -38,6 +38,7 @@ import torch.nn as nn
 
 from .._common.errors import SpecError
 from .._common.tree import PathIndex, bytes_text, prefixes
+from .._nn.skeleton import needs_module
 from .settings import describe_settings, opaque_settings
 
 ByName = Callable[[str], str | None]
@@ -58,6 +59,7 @@ def units(model: nn.Module, *types: type) -> list[str]:
     >>> units(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), nn.Linear)
     ['0', '2']
     """
+    needs_module("units(model, *types)", model)
     found: list[str] = []
     for path, module in model.named_modules():
         if path and isinstance(module, types) and not any(path.startswith(f + ".") for f in found):

@@ -12,7 +12,7 @@ from .._common.calls import alone
 from .._common.errors import ScheduleError, TreeError
 from .._common.torch_names import pytree
 from .._common.tree import flatten
-from .._nn.skeleton import every_buffer
+from .._nn.skeleton import every_buffer, needs_module
 from .._plan.route import Partial, Replicated
 from .._runtime.runtime import runtime_of
 from .._storage.flat import FlatBuffer, leaf_shards, whole_leaves
@@ -107,6 +107,7 @@ def buffers(module: nn.Module, *, every: bool = False) -> dict[str, torch.Tensor
         every: those that are not persistent, too: what a forward makes of them then comes back in the new state, each
             rank's own, and is in checkpoints. For running counts; masks and tables would be copied in each forward.
     """
+    needs_module("buffers(module)", module)
     return {path: held[name] for path, held, name in every_buffer(module, persistent=not every)}
 
 

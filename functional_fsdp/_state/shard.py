@@ -118,7 +118,7 @@ def make_layout(params: Any, spec: Spec) -> Layout:
     True
     """
     infos, paths, _ = describe(params)
-    return plan_layout(infos, _with_dtensors(spec, *flatten(params)[:2]), paths)
+    return plan_layout(infos, _with_dtensors(needs_spec("make_layout", spec), *flatten(params)[:2]), paths)
 
 
 @outside_inference

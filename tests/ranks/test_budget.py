@@ -206,3 +206,38 @@ def test_what_cannot_be_chosen_is_refused() -> None:
     state = fsdp.abstract_state(params, fsdp.Spec({"data": 2}), fsdp.sgd(lr=0.1))
     with pytest.raises(fsdp.ScheduleError, match=r"T.budget: a graph is made of this step"):
         fsdp.lower(T.forward_backward(T.budget(model, 100), loss_fn), state, data(0))
+
+
+class Other(nn.Module):
+    """A block whose parts have other names than those of `Block`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Part(2 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.inner(x)
+        return out
+
+
+class Two(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = nn.ModuleList(Other() for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        for block in self.others:
+            x = block(x)
+        return x
+
+
+def test_a_model_with_two_kinds_of_blocks_has_a_budget_for_all_of_them() -> None:
+    """As an encoder and a decoder: what the first one's parts are called is nothing for the others."""
+    params, model = fsdp.functionalize(Two().double())
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.sgd(lr=0.1))
+    before = T.step_memory(T.forward_backward(model, loss_fn), state, data(0)).peak
+    forward_backward = T.forward_backward(T.budget(model, int(0.7 * before), moves=False), loss_fn)
+    forward_backward(state, data(0))
+    assert forward_backward.choice.peak <= 0.7 * before
+    assert [*forward_backward.choice.ways] == [f"{kind}.{i}" for kind in ("blocks", "others") for i in range(BLOCKS)]

@@ -136,7 +136,7 @@ class ForwardBackward(Generic[Out]):
                 "forward_backward(compile=..., second_order=True): torch does not differentiate compiled code twice. "
                 "Leave one of them out."
             )
-        self.budget: Any = vars(model).get("_budget")  # what of it is still to be chosen, see `T.budget`
+        self.budget: Any = getattr(model, "_budget", None)  # what of it is still to be chosen, see `T.budget`
         self.choice: Any = None
         self.compile = compile
         if self.budget is not None and second_order:

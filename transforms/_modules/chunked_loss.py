@@ -72,8 +72,8 @@ def linear_cross_entropy(
     chunk, and torch keeps all logits. Of code that is compiled with one gradient in it there is no second one.
 
     Raises:
-        SpecError: no chunk; labels of another shape than the tokens; an unknown reduction. RuntimeError of torch's: for
-            a second backward through one loss.
+        SpecError: no chunk; labels that are no integers, or of another shape than the tokens; an unknown reduction.
+        RuntimeError of torch's: for a second backward through one loss.
 
     Collective: none.
 
@@ -96,7 +96,9 @@ def linear_cross_entropy(
             f"linear_cross_entropy: labels of shape {tuple(labels.shape)} for hidden of {tuple(hidden.shape)}; "
             f"expected {tuple(hidden.shape[:-1])}, one label for each token.",
         )
-    rows, targets = hidden.flatten(0, -2), labels.flatten()
+    if labels.is_floating_point():
+        refuse("SpecError", f"linear_cross_entropy: labels are {labels.dtype}; expected integers, one for each token.")
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.flatten().long()
     if not torch.is_grad_enabled() or _written_out() or _outer(rows, weight, bias):
         return _plain(rows, weight, bias, targets, rule)
     return _once(rows, weight, bias, targets, rule)
