@@ -101,14 +101,14 @@ def local_shards(
 
 
 def buffers(module: nn.Module, *, every: bool = False) -> dict[str, torch.Tensor]:
-    """The buffers of a module by path, for `shard(params, spec, optimizer, buffers=buffers(module))`.
+    """Copies of the buffers of a module by path, for `shard(params, spec, optimizer, buffers=buffers(module))`.
 
     Args:
         every: those that are not persistent, too: what a forward makes of them then comes back in the new state, each
             rank's own, and is in checkpoints. For running counts; masks and tables would be copied in each forward.
     """
     needs_module("buffers(module)", module)
-    return {path: held[name] for path, held, name in every_buffer(module, persistent=not every)}
+    return {path: held[name].detach().clone() for path, held, name in every_buffer(module, persistent=not every)}
 
 
 @alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar, overload
 
@@ -152,6 +153,7 @@ class ForwardBackward(Generic[Out]):
         self.find_nonfinite = find_nonfinite
         self.input_grads = input_grads
         self.reduce = reduce
+        self.others: list[nn.Parameter] | None = None  # not the model's, in the graph of the first loss
 
     def __call__(
         self, state: State, *args: Any, last_microbatch: bool = True, scale: float | torch.Tensor = 1.0, **kwargs: Any
@@ -175,6 +177,14 @@ class ForwardBackward(Generic[Out]):
                 raise NonfiniteError(bad)
             end_round(driver.state, last)
             state = driver.state
+        if self.others:
+            warnings.warn(
+                f"forward_backward: the loss depends on parameters that are not the model's ({len(self.others)}, as "
+                f"one of shape {tuple(self.others[0].shape)}): they get no gradient. Make a module of both, and give "
+                "that to init or functionalize; or compute with them under torch.no_grad().",
+                stacklevel=4,
+            )
+            self.others = []
         return self._result(state, out, kept)
 
     def plain(self) -> nn.Module:
@@ -235,6 +245,8 @@ class ForwardBackward(Generic[Out]):
         buffers.lend(state, driver.device)
         try:
             loss, aux = self._loss(driver, args, kwargs)
+            if self.others is None and driver is self.driver:
+                self.others = parameters_of(loss)
             factor = scale.to(loss) if isinstance(scale, torch.Tensor) else torch.full_like(loss, scale)
             grads = self._differentiate(driver, loss, factor.expand(loss.shape), last, inputs)
             kept = buffers.collect(driver.state)
@@ -304,6 +316,17 @@ class ForwardBackward(Generic[Out]):
                     "gradient_checkpointing_enable({'use_reentrant': False})."
                 ) from error
             raise
+
+
+def parameters_of(loss: torch.Tensor) -> list[nn.Parameter]:
+    """The parameters in the graph of a loss: none of them is driven, since those are views of what was gathered."""
+    seen: dict[Any, None] = {}
+    left: list[Any] = [loss.grad_fn]
+    while left:
+        if (node := left.pop()) is not None and node not in seen:
+            seen[node] = None
+            left += [before for before, _ in node.next_functions]
+    return [node.variable for node in seen if isinstance(getattr(node, "variable", None), nn.Parameter)]
 
 
 def _leaves(args: Any) -> tuple[Any, list[torch.Tensor], Any]:
