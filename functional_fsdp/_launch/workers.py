@@ -149,7 +149,7 @@ class WorkerGroup:
         """One call: what every rank returned, or handles to it where they keep it. name: the function's by default."""
         name = name or str(getattr(fn, "__qualname__", fn))
         if self._closed:
-            raise RuntimeError(f"{self._what} was closed, so {name} cannot run. Start new ones: fsdp.workers(nprocs=2)")
+            raise RuntimeError(f"{self._what} was closed, so {name} cannot run. Start new ones: fsdp.{self._what}")
         no_rank(self._what)
         with self._lock:
             if self._serving:
