@@ -1,5 +1,5 @@
 """The examples as a user runs them: as commands, in processes of their own, with warnings as errors. In `make test` all
-but one run in this process, and their ranks are forked where torch is imported already."""
+but one run in this process, on simulated ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections import Counter
-from functools import cache, partial
+from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -182,7 +182,6 @@ def test_train_gpt_logs_to_tensorboard_from_one_rank(monkeypatch: pytest.MonkeyP
     package.__spec__ = ModuleSpec("tensorboard", None)
     monkeypatch.setitem(sys.modules, "tensorboard", package)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
-    monkeypatch.setattr(fsdp, "launch", partial(launch, simulate=True))  # where these modules are
     figures = train(tmp_path / "run", "--ranks", "2", "--tensorboard", str(tmp_path / "board"), by=None)
     lines = [json.loads(line) for line in (tmp_path / "board" / "scalars").read_text().splitlines()]
     found = {(name, step): value for name, value, step in lines}

@@ -10,10 +10,13 @@ import runpy
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+
+import functional_fsdp as fsdp
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -40,10 +43,14 @@ def command(*line: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
 
 
 def here(script: str, *flags: object) -> str:
-    """What an example prints that runs as `__main__` of this process, as a command would but for GPUs; its ranks are
-    forked where those of other tests are, and so need not import torch first."""
-    printed = io.StringIO()
-    with patch.object(sys, "argv", [script, *map(str, flags)]), contextlib.redirect_stdout(printed):
+    """What an example prints that runs as `__main__` of this process, as a command would but for GPUs, on simulated
+    ranks."""
+    printed, simulated = io.StringIO(), partial(fsdp.launch, simulate=True)
+    with (
+        patch.object(sys, "argv", [script, *map(str, flags)]),
+        patch.object(fsdp, "launch", simulated),
+        contextlib.redirect_stdout(printed),
+    ):
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     return printed.getvalue()
 
