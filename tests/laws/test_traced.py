@@ -26,7 +26,7 @@ FEW = [("hsdp", "whole", "eager")]
 
 @pytest.mark.parametrize(("preset", "loop", "way"), marked(ROWS, FEW))
 def test_a_compiled_step_is_the_plain_modules(preset: str, loop: str, way: str) -> None:
-    world = ranks_of(preset)
+    world = ranks_of(preset) if FULL else 2  # each traces the same
     # One microbatch is half the code to trace, and no block a quarter less: `test_ways` has one. With two microbatches,
     # and by units, `test_cuda_graph` compiles a step.
     micro, depth = (2, BLOCKS) if FULL else (1, 0)
