@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -63,10 +63,11 @@ def assigned(node: ast.AST) -> list[ast.expr]:
     return found
 
 
-def classes(tree: ast.AST) -> Iterator[ast.ClassDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+def classes(found: Iterable[ast.AST]) -> Iterator[ast.ClassDef]:
+    return (node for node in found if isinstance(node, ast.ClassDef))
 
 
+@cache
 def fields(owner: ast.ClassDef) -> set[str]:
     """What a class assigns of `self`, or declares."""
     found = {
@@ -83,16 +84,16 @@ def of_owners_alone() -> frozenset[str]:
     """Names of fields that only owners have, whatever their instances are called somewhere."""
     who = defaultdict(set)
     for file in ALL:
-        for owner in classes(nodes(file)[0]):
+        for owner in classes(nodes(file)):
             for name in fields(owner):
                 who[name].add(owner.name)
     return frozenset(name for name, owners in who.items() if owners <= OWNERS.keys())
 
 
-def from_outside(tree: ast.AST, alone: frozenset[str]) -> Iterator[str]:
-    """Assignments to fields of owners that are not made by their own class."""
-    own = {id(node): owner for owner in classes(tree) if owner.name in OWNERS for node in ast.walk(owner)}
-    for node in ast.walk(tree):
+def from_outside(found: list[ast.AST], alone: frozenset[str]) -> Iterator[str]:
+    """Assignments to fields of owners that are not made by their own class, of a tree's nodes."""
+    own = {id(node): owner for owner in classes(found) if owner.name in OWNERS for node in ast.walk(owner)}
+    for node in found:
         calls = [node] if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr" else []
         if any(is_owner(call.args[0]) for call in calls):
             yield ast.unparse(node)
@@ -105,7 +106,7 @@ def from_outside(tree: ast.AST, alone: frozenset[str]) -> Iterator[str]:
 
 
 def test_nobody_assigns_a_field_from_outside() -> None:
-    found = {place(file): {*from_outside(nodes(file)[0], of_owners_alone())} for file in ALL}
+    found = {place(file): {*from_outside(nodes(file), of_owners_alone())} for file in ALL}
     assert {file: these for file, these in found.items() if these} == LEFT
 
 
@@ -123,7 +124,7 @@ class Other:
         with noted() as self.run.logs[0]:
             setattr(lineage_of(state), "broken", "")
 """
-    found = [*from_outside(ast.parse(source), frozenset({"base", "epoch"}))]
+    found = [*from_outside([*ast.walk(ast.parse(source))], frozenset({"base", "epoch"}))]
     assert sorted(found) == [
         "known.base",
         "self.run.logs",
@@ -149,5 +150,5 @@ def test_the_engine_and_the_verbs_know_nobody_who_takes_part_in_a_step() -> None
 
 
 def test_every_owner_is_there() -> None:
-    there = {owner.name for file in ALL for owner in classes(nodes(file)[0])}
+    there = {owner.name for file in ALL for owner in classes(nodes(file))}
     assert OWNERS.keys() <= there

@@ -339,7 +339,7 @@ def test_transforms_are_made_of_public_names() -> None:
 def names_used_of(module: str, files: list[Path]) -> set[str]:
     """Names that files import from a module, or take from it as `extend.change`."""
     short, found = module.rpartition(".")[2], set()
-    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
+    for node in (node for file in files for node in nodes(file)):
         if isinstance(node, ast.ImportFrom) and node.module == module:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Attribute) and dotted(node.value) in (short, f"fsdp.{short}"):
