@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
 import gc
 import re
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -44,21 +44,13 @@ def test_what_is_planned_for_random_trees_is_what_it_was() -> None:
 def calls(work: Work) -> int:
     """How many calls of Python and C functions it makes."""
     re.purge()  # patterns that another work has compiled would cost one of two sizes only
-    count = 0
-
-    def seen(_: Any, event: str, __: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
+    profile = cProfile.Profile()
     gc.disable()
-    sys.setprofile(seen)
     try:
-        work()
+        profile.runcall(work)
     finally:
-        sys.setprofile(before)
         gc.enable()
-    return count
+    return sum(entry.callcount for entry in profile.getstats())
 
 
 def grows(make: Callable[[int, int], Work], units: int, leaves: int, by_leaf: bool = False) -> float:
