@@ -53,6 +53,16 @@ def passes_of(p: Plan, times: int) -> list[int]:
     return [*range(len(p.gathers)), *[i for i, g in enumerate(p.gathers) if g.unit not in p.stays] * (times - 1)]
 
 
+def said(kind: str, what: Any) -> list[str]:
+    """An action as a story says it: a gather's number; a reduction's as r0, of zeros as z0; a unit outside the plan as
+    !a, one that ranks agree on as =a."""
+    if kind == "gather":
+        return [str(what)]
+    if kind == "reduce":
+        return [f"{'r' if given else 'z'}{i}" for i, given in what]
+    return [{"unplanned": "!", "agreed": "="}[kind] + what] if kind in ("unplanned", "agreed") else []
+
+
 class Rank:
     """A rank's cursor and the arena that it would fill: each gather stamps its bytes, each use looks at the stamps.
 
@@ -70,6 +80,7 @@ class Rank:
         self.stay: set[str] = set()  # gathered, until the end of the step
         self.reductions: list[int] = []
         self.given: list[bool] = []
+        self.log: list[str] = []  # what was started, as stories say it
         self.passes = 0
 
     @property
@@ -93,6 +104,7 @@ class Rank:
         self.passes += cursor.at < self.cursor.at
         self.cursor = cursor
         for what, which in actions:
+            self.log += said(what, which)
             if what == "gather":
                 self.gather(which)
             elif what == "reduce":
@@ -187,18 +199,116 @@ class Rank:
 # -------------------------------------------------------------------------------- the table, row by row
 
 
-def test_the_one_expected() -> None:
-    """Three units at depth 1: the drawing in `_plan.plan`. What a use starts is the gather of the next."""
-    rank = Rank(made(3))
-    assert [g.unit for g in rank.plan.gathers] == list("abcba")
-    issued = []
-    for k, name in enumerate("abccba"):
-        assert rank.cursor.at == k
-        issued.append(rank.use(name))
-        assert rank.release(name) == []
-    assert issued == [[0, 1], [2], [], [3], [4], []]
-    assert rank.cursor.at == 6
-    assert rank.passes == 0
+def names_of(text: str) -> set[str]:
+    return set(text.replace(" ", ""))
+
+
+#: what stories say of a rank, beside what it does
+SEEN: dict[str, Callable[[Rank, str], bool]] = {
+    "at": lambda rank, text: rank.cursor.at == int(text),
+    "passes": lambda rank, text: rank.passes == int(text),
+    "held": lambda rank, text: rank.cursor.held == names_of(text),
+    "outside": lambda rank, text: rank.unplanned == names_of(text),
+    "early": lambda rank, text: rank.early == {*map(int, text.split())},
+    "reduced": lambda rank, text: rank.cursor.reduced == int(text),
+    "agreed": lambda rank, text: rank.cursor.agreed == (text == "yes"),
+    "gathers": lambda rank, text: rank.gathers == [*map(int, text.split())],
+    "reductions": lambda rank, text: [x for x in rank.log if x[0] in "rz"] == text.split(),
+}
+
+
+def tell(rank: Rank, story: str) -> None:
+    """`use ab > 0 1`: what is done with which units, and what that starts (nothing is said without a >). Events
+    of `advance` have a star before them."""
+    for step in filter(None, map(str.strip, story.split(";"))):
+        did, arrow, started = step.partition(">")
+        verb, _, names = did.strip().partition(" ")
+        before = len(rank.log)
+        if verb in SEEN:
+            assert SEEN[verb](rank, names), f"{step}: {rank.cursor}"
+        elif verb[0] == "*":
+            rank.happens(verb[1:].replace("-", " "), *names)
+        elif verb in ("evaluate", "train"):
+            getattr(rank, verb)(names)
+        else:
+            getattr(rank, verb)(*names)
+        assert not arrow or rank.log[before:] == started.split(), f"{step}: started {rank.log[before:]}"
+
+
+STORIES: dict[str, tuple[Plan, str]] = {
+    "the drawing in `_plan.plan`": (made(3),
+        "use a > 0 1; release a >; use b > 2; release b >; use c >; release c >; use c > 3; release c >; use b > 4;"
+        "release b >; use a >; release a >; at 6; passes 0"),
+    "one that is held is handed out again": (made(4),
+        "use a; use a >; at 1; use aa >; release a; use b > 2; use b >; at 2"),
+    "and together with others": (made(4), "use a; use ab; held ab; use ba; at 2; release ab; train abcd"),
+    "one that is kept is handed out again without a gather": (made(3, keep="all"), "evaluate abccba; gathers 0 1 2"),
+    "also one that was released": (made(3, keep="all"), "once a; once b; use b; gathers 0 1 2"),
+    "units that share nothing may be held as long as one likes": (made(3, keep="all"),
+        "use a; use b; use c; use c; use b; use a; held abc; release abc; end"),
+    "everything else is outside the plan": (made(3, *"abba"),
+        "once a; use c > !c; outside c; at 1; held; reduce c > !c; use bc > !c; at 2; held b; use n > !n"),
+    "a group may be asked for one after the other": (made(3, "a", ("b", "c"), "a"),
+        "once a; use b; use c; held bc; at 3; outside"),
+    "of a call of two, one is tied and used alone before": (
+        made(4, "b", "a", "c", ("a", "d"), ("a", "d"), "c", "a", "b", prefetch=0, keep=()),
+        "once b; use ad; outside; at 5"),
+    "a tied unit whose gradient is late is not waited for at each of its uses": (made(3, *"abcb", *"bcba"),
+        "once a; once b; once b; use b; release b; use a; passes 0; at 8"),
+    # gradients
+    "gradients are reduced in the plan's order, and early ones wait": (made(4),
+        "evaluate abcddcba; reduce b >; reduce c >; early 1 2; reduce d > r0 r1 r2; reduce a > r3; early; reduced 0"),
+    "a gradient may come long before and long after its turn": (made(3),
+        "evaluate abc; reduce a >; once c; reduce c > r0; once b; reduce b > r1 r2; evaluate abc; evaluate cba;"
+        "reduce a >; reduce b >; reduce c > r0 r1 r2; end; gathers 0 1 2 3 4 0 1 2 3 4"),
+    "zeros are reduced for a unit that was passed without a use": (made(4),
+        "evaluate abd; use d; reduce d > r0; release d; use b > 5 z1 6; reduce b > r2; release b; use a; reduce a > r3;"
+        "release a; end; reductions r0 z1 r2 r3"),
+    "no zeros for a unit whose gradient may still come": (made(3),
+        "evaluate abccb; use a; reduce a >; reduce b >; reduce c > r0 r1 r2"),
+    "units that are skipped last get zeros when nothing more can come: peers wait for it": (made(4),
+        "train cd; reductions r0 r1 z2 z3; end; reductions r0 r1 z2 z3; train ab; end;"
+        "reductions r0 r1 z2 z3 z0 z1 r2 r3"),
+    "a unit given twice begins the next round": (made(3),
+        "evaluate abccba; reduce c > r0; reduce c > z1 z2 r0; reduce b > r1; end; reductions r0 z1 z2 r0 r1 z2"),
+    "a gradient that waits is not lost when its unit is given again": (made(3),
+        "evaluate abc; reduce b >; reduce b > z0 r1 z2; early 1; *round > z0 r1 z2"),
+    "a program of two microbatches, and a step of one": (made(2, *"abbaabba"),
+        "train ab; train ab; reductions r0 r1 r2 r3; passes 0; end; train ab; end; gathers 0 1 2 3 4 0 1 2 3 4;"
+        "reductions r0 r1 r2 r3 r0 r1 z2 z3"),
+    "frozen units are gathered and never reduced": (made(4, frozen="bd"),
+        "reduce b > !b; evaluate abcdd; use c; reduce c > r0; release c; once b; use a; reduce a > r1; end"),
+    "nothing is trained": (made(2, frozen="ab"), "reduce a > !a; *round >"),
+    "gradients of a whole tree come without a use": (made(4),
+        "reduce d; reduce c; reduce b; reduce a; reductions r0 r1 r2 r3; gathers; end; gathers"),
+    "what a forward leaves out is no place that a rank must come to": (
+        make_plan(stack([1] * 3), Schedule([*"abcb", *"ca"]), forward=4),  # b is used twice, and never in the backward
+        "*begin; once a; once b; once c; *turn; use c; outside; reduce c > r0; release c; reduce b > r1; use a;"
+        "reduce a > r2"),
+    # ranks that agree on each use
+    "gradients are reduced in the plan's order all the same": (made(3),
+        "*begin-agreed; *unshard c > =c; *release c; *unshard a > =a; *release a; *turn; reduce a >;"
+        "reduce c > r0 z1 r2; gathers; *end; agreed no; train abc; end; gathers 0 1 2 3 4"),
+    "a pass in which nothing is used goes to its end": (made(3),
+        "*begin; *turn; *await b; reduce b >; *end; gathers 0 1 2 3 4; reductions z0 r1 z2"),
+    "no zeros for a peer while this rank's forward goes on, nor a gather of the plan": (made(3),
+        "*begin-agreed; *unshard a; *peer-reduces >; *peer-gathers >; *turn; *peer-reduces > z0; *peer-reduces > z1;"
+        "*peer-reduces >"),  # that of `a` may come
+    "nothing for a peer of a round that has not begun": (made(3),
+        "*begin-agreed; *turn; *peer-reduces > z0; *peer-reduces > z1; *peer-reduces > z2; *peer-reduces >"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_a_story(story: str) -> None:
+    plan, text = STORIES[story]
+    tell(Rank(plan), text)
+
+
+def test_stories_are_compared() -> None:
+    for wrong in ("use a > 0", "use a; at 2", "reduce a >; reductions r1"):
+        with pytest.raises(AssertionError):
+            tell(Rank(made(3)), wrong)
 
 
 @pytest.mark.parametrize("keep", [None, (), ("b",), "all"])
@@ -215,30 +325,6 @@ def test_every_depth_issues_what_the_plan_says(depth: int, keep: Any) -> None:
         assert (name in rank.cursor.live) == (p.uses[k].end > k or name in p.stays), "free is what the plan says"
     assert rank.cursor.live.keys() == p.stays
     rank.end()
-
-
-def test_one_that_is_held_is_handed_out_again() -> None:
-    rank = Rank(made(4))
-    rank.use("a")
-    assert rank.use("a") == []
-    assert rank.cursor.at == 1
-    assert rank.use("a", "a") == []
-    rank.release("a")
-    assert rank.use("b") == [2]
-    assert rank.use("b") == []
-    assert rank.cursor.at == 2
-
-
-def test_one_that_is_kept_is_handed_out_again_without_a_gather() -> None:
-    rank = Rank(made(3, keep="all"))
-    for name in "abccba":
-        rank.once(name)
-    assert rank.gathers == [0, 1, 2]
-    rank = Rank(made(3, keep="all"))
-    rank.once("a")
-    rank.once("b")
-    rank.use("b")  # released and asked for again
-    assert rank.gathers == [0, 1, 2]
 
 
 def test_what_stays_is_gathered_once_a_step() -> None:
@@ -318,20 +404,6 @@ def test_a_pass_that_ends_early_is_issued_to_its_end(depth: int) -> None:
     assert rank.gathers == [*forward, *forward, *range(len(p.gathers)), *forward]
 
 
-def test_everything_else_is_outside_the_plan() -> None:
-    rank = Rank(made(3, *"abba"))
-    rank.once("a")
-    assert rank.use("c") == []
-    assert rank.unplanned == {"c"}
-    assert rank.cursor.at == 1
-    assert rank.cursor.held == set()
-    assert doing(advance(rank.plan, rank.cursor, ("reduce", ("c",)))[1]) == [("unplanned", "c")]
-    rank.use("b", "c")
-    assert rank.cursor.at == 2
-    assert rank.cursor.held == {"b"}
-    assert rank.happens("unshard", "nobody") == [("unplanned", "nobody")]
-
-
 # -------------------------------------------------------------------------------- several units at once
 
 
@@ -368,16 +440,6 @@ def test_of_groups_that_are_alike_the_next_one_is_meant(depth: int) -> None:
         rank.use(*names)
         assert rank.cursor.at == at
         rank.release(*names)
-    assert rank.unplanned == set()
-
-
-def test_a_group_may_be_asked_for_one_after_the_other() -> None:
-    rank = Rank(made(3, "a", ("b", "c"), "a"))
-    rank.once("a")
-    rank.use("b")
-    rank.use("c")
-    assert rank.cursor.held == {"b", "c"}
-    assert rank.cursor.at == 3
     assert rank.unplanned == set()
 
 
@@ -428,17 +490,6 @@ def test_units_at_once_that_share_bytes_are_outside_the_plan_and_the_others_are_
     other.release("b", "a")
     other.use("c", "b", "a")
     assert other.unplanned == rank.unplanned, "whatever the order of the names"
-
-
-def test_units_that_are_held_and_named_again_together_with_others() -> None:
-    rank = Rank(made(4))
-    rank.use("a")
-    rank.use("a", "b")
-    assert rank.cursor.held == {"a", "b"}
-    rank.use("b", "a")
-    assert rank.cursor.at == 2
-    rank.release("a", "b")
-    rank.train("abcd")
 
 
 # -------------------------------------------------------------------------------- late releases
@@ -510,133 +561,7 @@ def test_the_next_pass_raises_too_if_it_would_write_over_a_unit_that_is_held() -
     assert rank.once("a") == [0, 1]
 
 
-def test_units_that_share_nothing_may_be_held_as_long_as_one_likes() -> None:
-    rank = Rank(made(3, keep="all"))
-    for name in "abccba":
-        rank.use(name)
-    assert rank.cursor.held == set("abc")
-    rank.release(*"abc")
-    rank.end()
-
-
 # -------------------------------------------------------------------------------- gradients
-
-
-def test_gradients_are_reduced_in_the_plans_order_and_early_ones_wait() -> None:
-    rank = Rank(made(4))
-    rank.evaluate("abcddcba")
-    assert [r.unit for r in rank.plan.reductions] == list("dcba")
-    assert rank.reduce("b") == []
-    assert rank.reduce("c") == []
-    assert rank.early == {1, 2}
-    assert rank.reduce("d") == [(0, True), (1, True), (2, True)]
-    assert rank.reduce("a") == [(3, True)]
-    assert rank.early == set()
-    assert rank.cursor.reduced == 0
-
-
-def test_a_gradient_may_come_long_before_and_long_after_its_turn() -> None:
-    """a needs no weights in its backward."""
-    rank = Rank(made(3))
-    rank.evaluate("abc")
-    assert rank.reduce("a") == []
-    rank.once("c")
-    assert rank.reduce("c") == [(0, True)]
-    rank.once("b")
-    assert rank.reduce("b") == [(1, True), (2, True)]
-    rank.evaluate("abc")
-    rank.evaluate("cba")
-    assert [rank.reduce(name) for name in "abc"] == [[], [], [(0, True), (1, True), (2, True)]]
-    rank.end()
-    assert rank.gathers == list(range(5)) * 2
-
-
-def test_zeros_are_reduced_for_a_unit_that_was_passed_without_a_use() -> None:
-    rank = Rank(made(4))
-    rank.evaluate("abd")
-    rank.use("d")
-    assert rank.reduce("d") == [(0, True)]
-    rank.release("d")
-    assert reductions_of(rank.happens("unshard", "b")) == [(1, False)]
-    assert rank.reduce("b") == [(2, True)]
-    rank.release("b")
-    rank.use("a")
-    assert rank.reduce("a") == [(3, True)]
-    rank.release("a")
-    rank.end()
-    assert rank.reductions == [0, 1, 2, 3]
-
-
-def test_no_zeros_for_a_unit_whose_gradient_may_still_come() -> None:
-    rank = Rank(made(3))
-    rank.evaluate("abccb")
-    rank.use("a")
-    assert rank.reduce("a") == []  # those of c and b are late
-    assert rank.reduce("b") == []
-    assert rank.reduce("c") == [(0, True), (1, True), (2, True)]
-
-
-def test_trailing_units_that_are_skipped_get_zeros_at_the_end() -> None:
-    rank = Rank(made(4))
-    rank.train("cd")
-    assert rank.reductions == [0, 1, 2, 3], "nothing more can come: peers wait for it before they come to what follows"
-    rank.end()
-    assert rank.reductions == [0, 1, 2, 3]
-    assert rank.given == [True, True, False, False]
-    rank.train("ab")
-    rank.end()
-    assert rank.reductions == [0, 1, 2, 3] * 2
-    assert rank.given[4:] == [False, False, True, True]
-
-
-def test_a_unit_given_twice_begins_the_next_round() -> None:
-    rank = Rank(made(3))
-    rank.evaluate("abccba")
-    assert rank.reduce("c") == [(0, True)]
-    assert rank.reduce("c") == [(1, False), (2, False), (0, True)]
-    assert rank.reduce("b") == [(1, True)]
-    rank.end()
-    assert rank.reductions == [0, 1, 2] * 2
-    assert rank.given == [True, False, False, True, True, False]
-
-
-def test_a_gradient_that_waits_is_not_lost_when_its_unit_is_given_again() -> None:
-    rank = Rank(made(3))
-    rank.evaluate("abc")
-    assert rank.reduce("b") == []
-    assert rank.reduce("b") == [(0, False), (1, True), (2, False)]
-    assert rank.early == {1}
-    assert reductions_of(rank.happens("round")) == [(0, False), (1, True), (2, False)]
-
-
-def test_a_program_of_two_microbatches_reduces_each_in_turn() -> None:
-    rank = Rank(made(2, *"abbaabba"))
-    rank.train("ab")
-    rank.train("ab")
-    assert rank.reductions == [0, 1, 2, 3]
-    assert rank.passes == 0
-    rank.end()
-    rank.train("ab")
-    rank.end()  # a step of one microbatch
-    assert rank.reductions[4:] == [0, 1, 2, 3]
-    assert rank.given[4:] == [True, True, False, False]
-    assert rank.gathers == [*range(len(rank.plan.gathers))] * 2
-
-
-def test_frozen_units_are_gathered_and_never_reduced() -> None:
-    rank = Rank(made(4, frozen="bd"))
-    assert doing(rank.happens("reduce", "b")) == [("unplanned", "b")]
-    rank.evaluate("abcdd")
-    rank.use("c")
-    assert rank.reduce("c") == [(0, True)]
-    rank.release("c")
-    rank.once("b")
-    rank.use("a")
-    assert rank.reduce("a") == [(1, True)]
-    rank.end()
-    nothing = Rank(made(2, frozen="ab"))
-    assert doing(nothing.happens("reduce", "a")) == [("unplanned", "a")]
-    assert doing(nothing.happens("round")) == []
 
 
 def test_resident_units_are_used_and_reduced_and_never_gathered() -> None:
@@ -671,16 +596,6 @@ def test_closing_and_finishing_when_there_is_nothing_to_do() -> None:
     idle = [rank.cursor.idle]
     rank.end()
     assert [*idle, rank.cursor.idle] == [False, True]
-
-
-def test_gradients_of_a_whole_tree_come_without_a_use() -> None:
-    rank = Rank(made(4))
-    for name in "dcba":
-        rank.reduce(name)
-    assert rank.reductions == [0, 1, 2, 3]
-    assert rank.gathers == []
-    rank.end()
-    assert rank.gathers == []
 
 
 @pytest.mark.parametrize("keep", [None, (), "all"])
@@ -975,62 +890,7 @@ def test_printing_shows_what_a_person_needs() -> None:
     assert "nothing is begun" in repr(rank.cursor)
 
 
-def test_a_tied_unit_whose_gradient_is_late_is_not_waited_for_at_each_of_its_uses() -> None:
-    rank = Rank(made(3, *"abcb", *"bcba"))
-    for name in "abb":  # without c
-        rank.use(name)
-        rank.release(name)
-    rank.use("b")  # in the backward, at the first of its two uses there
-    rank.release("b")
-    rank.use("a")
-    assert (rank.passes, rank.cursor.at) == (0, 8)
-
-
-def test_units_at_once_are_the_plans_call_of_these_units() -> None:
-    """`a` is tied, and used alone before: that a rank leaves out, and does not take for half of the call."""
-    rank = Rank(made(4, "b", "a", "c", ("a", "d"), ("a", "d"), "c", "a", "b", prefetch=0, keep=()))
-    rank.once("b")
-    rank.use("a", "d")
-    assert rank.unplanned == set()
-    assert rank.cursor.at == 5
-
-
-def test_what_a_forward_leaves_out_is_no_place_that_a_rank_must_come_to() -> None:
-    """`b` is used twice in the forward, and never in the backward: a rank may leave out the second use."""
-    p = make_plan(stack([1] * 3), Schedule([*"abcb", *"ca"]), forward=4)
-    assert [(r.unit, r.use) for r in p.reductions] == [("c", 4), ("b", 4), ("a", 5)], "b is complete when c is"
-    rank = Rank(p)
-    rank.happens("begin")
-    for name in "abc":
-        rank.once(name)
-    rank.happens("turn")
-    rank.use("c")
-    assert rank.unplanned == set()
-    assert rank.reduce("c") == [(0, True)], "no zeros for a gradient that is awaited"
-    rank.release("c")
-    assert rank.reduce("b") == [(1, True)]
-    rank.use("a")
-    assert rank.reduce("a") == [(2, True)]
-
-
 # -------------------------------------------------------------------------------- ranks that agree on each use
-
-
-def test_where_ranks_agree_on_each_use_gradients_are_reduced_in_the_plans_order_all_the_same() -> None:
-    rank = Rank(made(3))
-    rank.happens("begin agreed")
-    for name in "ca":
-        assert rank.happens("unshard", name) == [("agreed", name)]
-        rank.happens("release", name)
-    rank.happens("turn")
-    assert rank.reduce("a") == []  # that of c may come, b was not used
-    assert rank.reduce("c") == [(0, True), (1, False), (2, True)]
-    assert rank.gathers == []
-    rank.happens("end")
-    assert not rank.cursor.agreed
-    rank.train("abc")
-    rank.end()
-    assert rank.gathers == list(range(len(rank.plan.gathers)))
 
 
 @pytest.mark.parametrize("agreed", [False, True])
@@ -1054,37 +914,6 @@ def test_no_zeros_for_a_gradient_that_comes_without_a_use(agreed: bool) -> None:
     rank.happens("release", "a")
     rank.happens("end")
     assert reductions_of(rank.happens("step")) == []
-
-
-def test_a_pass_in_which_nothing_is_used_goes_to_its_end() -> None:
-    rank = Rank(made(3))
-    rank.happens("begin")
-    rank.happens("turn")
-    rank.happens("await", "b")
-    assert rank.reduce("b") == []
-    rank.happens("end")
-    assert rank.gathers == list(range(len(rank.plan.gathers)))
-    assert (rank.reductions, rank.given) == ([0, 1, 2], [False, True, False])
-
-
-def test_a_peer_is_given_no_zeros_while_this_ranks_forward_goes_on() -> None:
-    rank = Rank(made(3))
-    rank.happens("begin agreed")
-    rank.happens("unshard", "a")
-    assert rank.happens("peer reduces") == []
-    assert rank.happens("peer gathers") == [], "nor is a gather of the plan issued, which nobody follows"
-    rank.happens("turn")
-    assert [reductions_of(rank.happens("peer reduces")) for _ in range(3)] == [[(0, False)], [(1, False)], []], (
-        "that of `a` may come"
-    )
-
-
-def test_a_peer_is_given_nothing_of_a_round_that_has_not_begun() -> None:
-    """A peer that is slower waits for a reduction that this rank has due, and has not found staging for."""
-    rank = Rank(made(3))
-    rank.happens("begin agreed")
-    rank.happens("turn")
-    assert [reductions_of(rank.happens("peer reduces")) for _ in range(4)] == [[(i, False)] for i in range(3)] + [[]]
 
 
 # -------------------------------------------------------------------------------- positions
