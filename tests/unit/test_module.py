@@ -8,6 +8,7 @@ import gc
 import io
 import pickle
 import weakref
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import functional_fsdp as fsdp
@@ -250,18 +252,15 @@ def test_modules_that_cannot_be_copied_say_why() -> None:
 def test_the_module_is_not_touched_and_its_tensors_are_shared() -> None:
     module = model()
     before = {name: (id(p), p.data_ptr(), p._version) for name, p in module.named_parameters(remove_duplicate=False)}
-    out = module(IDS)
     params, _ = fsdp.functionalize(module)
     assert list(params) == list(before)
-    assert {name: (id(p), p.data_ptr(), p._version) for name, p in params.items()} == before
-    after = {name: (id(p), p.data_ptr(), p._version) for name, p in module.named_parameters(remove_duplicate=False)}
-    assert after == before
-    assert torch.equal(module(IDS), out)
-    assert all(p.grad is None for p in module.parameters())
+    for there in (params.items(), module.named_parameters(remove_duplicate=False)):
+        assert {name: (id(p), p.data_ptr(), p._version) for name, p in there} == before
 
 
 def test_the_skeleton_has_the_structure_and_no_weights() -> None:
-    module = model()
+    module = model().eval()
+    module.gain.requires_grad_(False)
     params, skeleton = fsdp.functionalize(module)
     assert type(skeleton) is Model
     assert [name for name, _ in skeleton.named_modules()] == [name for name, _ in module.named_modules()]
@@ -269,9 +268,11 @@ def test_the_skeleton_has_the_structure_and_no_weights() -> None:
         assert placeholder.device.type == "meta"
         assert (placeholder.shape, placeholder.dtype) == (params[name].shape, params[name].dtype)
         assert isinstance(placeholder, nn.Parameter)
+        assert placeholder.requires_grad == params[name].requires_grad == (name != "gain")
     assert sum(p.numel() for p in skeleton.parameters()) == sum(p.numel() for p in params.values())
-    assert skeleton.width == module.width
-    assert repr(skeleton) == repr(module)
+    assert (skeleton.width, skeleton.training, repr(skeleton)) == (module.width, False, repr(module))
+    skeleton.table.add_(1)  # a copy
+    assert module.table.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_tied_weights_appear_at_both_paths() -> None:
@@ -282,32 +283,6 @@ def test_tied_weights_appear_at_both_paths() -> None:
     zeros = {**params, "wte.weight": torch.zeros_like(params["wte.weight"])}
     assert torch.equal(fsdp.bind(skeleton, zeros)(IDS), torch.zeros(2, 4, 7))  # the first path is that of both
     assert fsdp.bind(skeleton, zeros).wte(IDS).abs().sum() == 0
-
-
-def test_buffers_are_copied() -> None:
-    module = model()
-    _, skeleton = fsdp.functionalize(module)
-    assert isinstance(skeleton, Model)
-    assert torch.equal(skeleton.table, module.table)
-    skeleton.table.add_(1)
-    assert module.table.tolist() == [0.0, 1.0, 2.0, 3.0]
-
-
-def test_requires_grad_and_training_mode_are_kept() -> None:
-    module = model().eval()
-    module.gain.requires_grad_(False)
-    params, skeleton = fsdp.functionalize(module)
-    assert isinstance(skeleton, Model)
-    assert not params["gain"].requires_grad
-    assert not skeleton.gain.requires_grad
-    assert skeleton.wte.weight.requires_grad
-    assert not skeleton.training
-
-
-def test_a_module_without_parameters() -> None:
-    params, skeleton = fsdp.functionalize(nn.ReLU())
-    assert params == {}
-    assert fsdp.bind(skeleton, params)(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
 
 
 # -------------------------------------------------------------------------------- bind weights first
@@ -346,14 +321,6 @@ def test_placeholders_print_and_measure() -> None:
 
 
 # -------------------------------------------------------------------------------- bind
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_bound_equals_the_module(tied: bool) -> None:
-    module = model(tied=tied)
-    params, skeleton = fsdp.functionalize(module)
-    assert torch.equal(fsdp.bind(skeleton, params)(IDS), module(IDS))
-    assert torch.equal(fsdp.bind(skeleton, params)(ids=IDS), module(IDS))
 
 
 def test_bind_uses_the_weights_that_it_is_given() -> None:
@@ -400,151 +367,13 @@ def test_weights_that_do_not_fit(change: Any, said: str) -> None:
         fsdp.bind(skeleton, change(params))
 
 
-def test_weights_of_another_dtype_are_fine() -> None:
-    params, skeleton = fsdp.functionalize(nn.Linear(2, 2))
-    weights = {name: p.double() for name, p in params.items()}
-    assert fsdp.bind(skeleton, weights)(torch.ones(1, 2, dtype=torch.float64)).dtype is torch.float64
-
-
 # -------------------------------------------------------------------------------- behaves as the module
-
-
-def bound_and_module() -> tuple[Any, Model]:
-    """Bound to other weights than the skeleton was made from, so that reading the wrong ones shows."""
-    module = model()
-    with torch.no_grad():
-        for p in module.parameters():
-            p.mul_(0.5)
-    params, _ = fsdp.functionalize(module)
-    _, skeleton = fsdp.functionalize(model())
-    return fsdp.bind(skeleton, params), module
-
-
-def test_methods_see_the_weights() -> None:
-    bound, module = bound_and_module()
-    assert torch.equal(bound.encode(IDS), module.encode(IDS))
-    assert torch.equal(bound.loss(IDS), module.loss(IDS))
-    assert torch.equal(bound.loss(ids=IDS), module.loss(IDS))
-    assert bound.count(IDS) == 8
-    assert torch.equal(
-        bound.blocks[1].first_layer(torch.ones(1, 4), scale=2.0), module.blocks[1].first_layer(torch.ones(1, 4), 2.0)
-    )
-
-
-def test_methods_that_overload_those_of_modules_see_the_weights() -> None:
-    bound, module = bound_and_module()
-    assert torch.equal(bound.forward(IDS), module(IDS))
-    h = torch.ones(1, 4)
-    assert torch.equal(bound.blocks[0].half(h, scale=3.0), module.blocks[0].half(h, scale=3.0))
-
-
-def test_attributes() -> None:
-    bound, module = bound_and_module()
-    assert bound.width == 4
-    assert bound.training
-    assert bound.gain is module.gain
-    assert bound.head.weight is module.wte.weight
-    assert bound.table.tolist() == [0.0, 1.0, 2.0, 3.0]
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = bound.nothing
 
 
 class Scaled(nn.Linear):
     @property
     def total(self) -> torch.Tensor:
         return self.weight.sum() + self.bias.sum()
-
-
-def test_properties_see_the_weights() -> None:
-    module = Scaled(2, 3)
-    params, skeleton = fsdp.functionalize(module)
-    assert torch.equal(fsdp.bind(skeleton, params).total, module.total)
-
-
-def test_submodules_and_indexing() -> None:
-    bound, module = bound_and_module()
-    h = torch.randn(3, 4)
-    assert torch.equal(bound.norm(h), module.norm(h))
-    for i in (0, 1, -1):
-        assert torch.equal(bound.blocks[i](h), module.blocks[i](h))
-        assert torch.equal(bound.blocks[i].down(torch.ones(1, 8)), module.blocks[i].down(torch.ones(1, 8)))
-    assert len(bound.blocks) == 2
-    for ours, theirs in zip(bound.blocks, module.blocks, strict=True):
-        assert torch.equal(ours(h), theirs(h))
-    with pytest.raises(IndexError):
-        bound.blocks[2]
-
-
-def test_slices_of_a_sequence() -> None:
-    module = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
-    params, skeleton = fsdp.functionalize(module)
-    h = torch.ones(1, 2)
-    assert torch.equal(fsdp.bind(skeleton, params)[:2](h), module[:2](h))
-    assert torch.equal(fsdp.bind(skeleton, params)[1:](torch.ones(1, 3)), module[1:](torch.ones(1, 3)))
-
-
-def test_iteration_visits_a_shared_module_each_time() -> None:
-    act = nn.Tanh()
-    module = nn.Sequential(nn.Linear(2, 3), act, nn.Linear(3, 2), act)
-    params, skeleton = fsdp.functionalize(module)
-    h = torch.ones(1, 2)
-    out = h
-    for layer in fsdp.bind(skeleton, params):
-        out = layer(out)
-    assert torch.equal(out, module(h))
-
-
-def test_dicts_of_modules() -> None:
-    module = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-    params, skeleton = fsdp.functionalize(module)
-    bound, h = fsdp.bind(skeleton, params), torch.ones(1, 2)
-    assert torch.equal(bound["b"](h), module["b"](h))
-    assert list(bound) == list(module)
-    assert "a" in bound
-    assert "c" not in bound
-    for name, part in bound.items():
-        assert torch.equal(part(h), module[name](h))
-
-
-def test_bind_a_part_with_its_own_weights() -> None:
-    module = model()
-    params, skeleton = fsdp.functionalize(module)
-    assert isinstance(skeleton, Model)
-    weights = {name.removeprefix("blocks.1."): p for name, p in params.items() if name.startswith("blocks.1.")}
-    h = torch.randn(3, 4)
-    assert torch.equal(fsdp.bind(skeleton.blocks[1], weights)(h), module.blocks[1](h))
-
-
-def test_bind_again() -> None:
-    module = model()
-    params, skeleton = fsdp.functionalize(module)
-    zeros = {name: torch.zeros_like(p) for name, p in params.items()}
-    assert torch.equal(fsdp.bind(fsdp.bind(skeleton, zeros), params)(IDS), module(IDS))  # type: ignore[arg-type]
-
-
-def test_parameters_are_the_weights() -> None:
-    params, skeleton = fsdp.functionalize(model())
-    bound = fsdp.bind(skeleton, params)
-    assert dict(bound.named_parameters()) == params
-    assert [id(p) for p in bound.parameters()] == [id(p) for p in params.values()]
-
-
-def test_setting_is_refused() -> None:
-    bound, _ = bound_and_module()
-    with pytest.raises(AttributeError, match="cannot set 'width' on a bound module"):
-        bound.width = 3
-    assert bound.width == 4
-
-
-def test_binding_leaves_the_skeleton_as_it_was() -> None:
-    params, skeleton = fsdp.functionalize(model())
-    before = {name: id(p) for name, p in skeleton.named_parameters(remove_duplicate=False)}
-    fsdp.bind(skeleton, params)(IDS)
-    with pytest.raises(IndexError):
-        fsdp.bind(skeleton, params)(torch.tensor([[99]]))
-    assert {name: id(p) for name, p in skeleton.named_parameters(remove_duplicate=False)} == before
-    with pytest.raises(TreeError, match="bind weights first"):
-        skeleton(IDS)
 
 
 class SharedParts(nn.Module):
@@ -565,16 +394,94 @@ class SharedParts(nn.Module):
         return self.second(self.first(h + self.x) * self.y)
 
 
-def test_shared_buffers_and_shared_modules() -> None:
-    module = SharedParts().eval()
-    with torch.no_grad():
-        module.first.weight.fill_(2.0)
-    params, skeleton = fsdp.functionalize(module)
-    assert set(params) == {"first.weight", "first.bias", "second.weight", "second.bias"}
-    h = torch.randn(4, 3)
-    assert torch.equal(fsdp.bind(skeleton, params)(h), module(h))
+def sequence() -> nn.Module:
+    act = nn.Tanh()
+    return nn.Sequential(nn.Linear(2, 3), act, nn.Linear(3, 2), act)
 
+
+def in_turn(layers: Any, h: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        h = layer(h)
+    return h
+
+
+H, TWO = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(1, 2)
+#: a module, and what is asked of it and of one that is bound
+ALIKE: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
+    "a call": (model, lambda m: (m(IDS), m(ids=IDS))),
+    "without a tie": (lambda: model(tied=False), lambda m: m(IDS)),
+    "methods": (model, lambda m: (m.encode(IDS), m.loss(IDS), m.loss(ids=IDS), m.count(IDS))),
+    "a part's method": (model, lambda m: m.blocks[1].first_layer(H, scale=2.0)),
+    "methods that overload those of modules": (model, lambda m: (m.forward(IDS), m.blocks[0].half(H, scale=3.0))),
+    "attributes": (model, lambda m: (m.width, m.training, m.gain, m.head.weight, m.wte.weight, m.table)),
+    "a property": (lambda: Scaled(2, 3), lambda m: m.total),
+    "parts": (model, lambda m: (m.norm(H), m.blocks[1].down(torch.ones(1, 8)))),
+    "indices": (model, lambda m: ([m.blocks[i](H) for i in (0, 1, -1)], len(m.blocks), [b(H) for b in m.blocks])),
+    "slices": (sequence, lambda m: (m[:2](TWO), m[1:](torch.ones(1, 3)))),
+    "iteration, which visits a shared module each time": (sequence, lambda m: in_turn(m, TWO)),
+    "a dict": (lambda: nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}),
+               lambda m: (m["b"](TWO), list(m), "a" in m, "c" in m, [part(TWO) for _, part in m.items()])),
+    "shared buffers and modules": (lambda: SharedParts().eval(), lambda m: m(H[:, :3])),
+    "no parameters": (nn.ReLU, lambda m: m(H)),
+    "another dtype": (lambda: nn.Linear(2, 2).double(), lambda m: m(TWO.double())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ALIKE)
+def test_a_bound_module_is_as_the_module(what: str) -> None:
+    """Bound to other weights than the skeleton was made from, so that reading the wrong ones shows."""
+    make, ask = ALIKE[what]
+    module = make()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(0.5)
+    _, skeleton = fsdp.functionalize(make())
+    found, want = ask(fsdp.bind(skeleton, fsdp.functionalize(module)[0])), ask(module)
+    assert pytree.tree_structure(found) == pytree.tree_structure(want)
+    for one, other in zip(pytree.tree_leaves(found), pytree.tree_leaves(want), strict=True):
+        assert torch.equal(one, other) if isinstance(other, torch.Tensor) else one == other
     assert untouched(skeleton)
+
+
+def test_what_a_bound_module_does_not_have() -> None:
+    params, skeleton = fsdp.functionalize(model())
+    bound: Any = fsdp.bind(skeleton, params)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = bound.nothing
+    with pytest.raises(IndexError):
+        bound.blocks[2]
+    with pytest.raises(AttributeError, match="cannot set 'width' on a bound module"):
+        bound.width = 3
+    assert bound.width == 4
+    assert dict(bound.named_parameters()) == params
+    assert [id(p) for p in bound.parameters()] == [id(p) for p in params.values()]
+
+
+def test_bind_a_part_with_its_own_weights() -> None:
+    module = model()
+    params, skeleton = fsdp.functionalize(module)
+    assert isinstance(skeleton, Model)
+    weights = {name.removeprefix("blocks.1."): p for name, p in params.items() if name.startswith("blocks.1.")}
+    h = torch.randn(3, 4)
+    assert torch.equal(fsdp.bind(skeleton.blocks[1], weights)(h), module.blocks[1](h))
+
+
+def test_bind_again() -> None:
+    module = model()
+    params, skeleton = fsdp.functionalize(module)
+    zeros = {name: torch.zeros_like(p) for name, p in params.items()}
+    assert torch.equal(fsdp.bind(fsdp.bind(skeleton, zeros), params)(IDS), module(IDS))  # type: ignore[arg-type]
+
+
+def test_binding_leaves_the_skeleton_as_it_was() -> None:
+    params, skeleton = fsdp.functionalize(model())
+    before = {name: id(p) for name, p in skeleton.named_parameters(remove_duplicate=False)}
+    fsdp.bind(skeleton, params)(IDS)
+    with pytest.raises(IndexError):
+        fsdp.bind(skeleton, params)(torch.tensor([[99]]))
+    assert {name: id(p) for name, p in skeleton.named_parameters(remove_duplicate=False)} == before
+    with pytest.raises(TreeError, match="bind weights first"):
+        skeleton(IDS)
 
 
 # -------------------------------------------------------------------------------- nothing is left behind
@@ -909,26 +816,6 @@ def test_a_module_with_weights_is_as_it_was() -> None:
 # -------------------------------------------------------------------------------- transforms
 
 
-def reference(module: Model) -> dict[str, torch.Tensor]:
-    module.loss(IDS).backward()
-    found = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-    module.zero_grad(set_to_none=True)
-    return found
-
-
-def test_torch_func_grad_through_bind() -> None:
-    module = model()
-    params, skeleton = fsdp.functionalize(module)
-    grads, loss = torch.func.grad_and_value(lambda p: fsdp.bind(skeleton, p).loss(IDS))(params)
-    wanted = reference(module)
-    assert torch.equal(loss, module.loss(IDS))
-    assert grads.keys() == params.keys()
-    total = {**grads, "wte.weight": grads["wte.weight"] + grads["head.weight"]}
-    for name, grad in wanted.items():
-        torch.testing.assert_close(total[name], grad, rtol=1e-6, atol=1e-7)
-    assert all(p.grad is None for p in params.values())
-
-
 def test_vmap_over_weights() -> None:
     module = nn.Linear(3, 2)
     params, skeleton = fsdp.functionalize(module)
@@ -956,8 +843,7 @@ def test_functional_call_with_a_part_of_the_weights_does_not_pass_silently() -> 
 @pytest.mark.parametrize("what", ["forward", "method", "part"])
 def test_compiled_functions_may_bind(what: str) -> None:
     torch._dynamo.reset()
-    module = model()
-    params, skeleton = fsdp.functionalize(module)
+    params, skeleton = fsdp.functionalize(model())
     functions: dict[str, Any] = {
         "forward": lambda p, ids: fsdp.bind(skeleton, p)(ids),
         "method": lambda p, ids: fsdp.bind(skeleton, p).loss(ids),
@@ -1008,17 +894,6 @@ def test_frozen_and_integer_parameters_survive_a_copy() -> None:
 
 
 # -------------------------------------------------------------------------------- with a state
-
-
-def test_weights_from_unshard_bind() -> None:
-    module = model()
-    params, skeleton = fsdp.functionalize(module)
-    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), units=["blocks.*", "norm", "gain"]))
-    state, weights = fsdp.unshard(state)
-    assert torch.equal(fsdp.bind(skeleton, weights)(IDS), module(IDS))
-    assert weights["wte.weight"] is weights["head.weight"]
-    module.load_state_dict({**fsdp.full_params(state), "table": module.table})
-    assert torch.equal(fsdp.bind(skeleton, weights)(IDS), module(IDS))
 
 
 # ---------------------------------------------------------------- modules with weights
