@@ -142,24 +142,6 @@ def test_the_numbers_are_those_of_torch(case: str) -> None:
         equal(ours(optimizer), wanted)
 
 
-def test_adamw_has_the_defaults_of_torch() -> None:
-    ours_, torchs = fsdp.adamw(), torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]).defaults
-    assert {k: torchs[k] for k in ("lr", "betas", "eps", "weight_decay")} == {
-        "lr": ours_.lr,
-        "betas": ours_.betas,
-        "eps": ours_.eps,
-        "weight_decay": ours_.weight_decay,
-    }
-
-
-def test_labels_change_nothing_when_settings_do_not_differ() -> None:
-    one = fsdp.full_params(ours(fsdp.adamw(lr=1e-2)))
-    state = fsdp.shard(tree(0), spec(), fsdp.adamw(lr=1e-2))
-    for i in range(STEPS):
-        state = fsdp.step(fsdp.reduce(state, tree(i + 1)))
-    assert all(torch.equal(one[name], p) for name, p in fsdp.full_params(state).items())
-
-
 def test_a_rate_that_is_a_function_of_the_count() -> None:
     seen: list[torch.Tensor] = []
 
@@ -326,57 +308,12 @@ def test_frozen_leaves_have_no_state_and_do_not_move() -> None:
     assert set(state.opt.mean) == {"blocks.1", "scale"}
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
-def test_integer_leaves_ride_along(dtype: torch.dtype) -> None:
-    params = {"block": {"w": torch.ones(3, dtype=torch.float64), "n": torch.tensor([1, 0, 1]).to(dtype)}}
-    state = fsdp.shard(params, Spec(fsdp.local_mesh()), fsdp.adamw(lr=0.1))
-    state, weights = fsdp.unshard(state)
-    assert torch.equal(weights["block"]["n"], params["block"]["n"])
-    state = fsdp.step(fsdp.reduce(state, {"block": {"w": torch.ones(3), "n": None}}))
-    after = fsdp.full_params(state)["block"]
-    assert torch.equal(after["n"], params["block"]["n"])
-    assert after["n"].dtype == dtype
-    assert (after["w"] < 1).all()
-
-
 def test_empty_and_scalar_leaves() -> None:
     params = {"u": {"e": torch.empty(0, 3), "s": torch.tensor(2.0), "w": torch.ones(2)}}
     state = fsdp.shard(params, Spec(fsdp.local_mesh(), labels={"*.e": "empty"}), fsdp.sgd(lr=0.5, momentum=0.9))
     state = fsdp.step(fsdp.reduce(state, pytree.tree_map(torch.ones_like, params)))
     after = fsdp.full_params(state)["u"]
     assert (after["e"].shape, after["s"].item(), after["w"].tolist()) == ((0, 3), 1.5, [0.5, 0.5])
-
-
-def test_mixed_dtypes_in_one_step() -> None:
-    params = {
-        "u": {"d": torch.ones(3, dtype=torch.float64), "f": torch.ones(3), "h": torch.ones(3, dtype=torch.bfloat16)}
-    }
-    state = fsdp.shard(params, Spec(fsdp.local_mesh()), fsdp.adamw(lr=0.1, weight_decay=0.0))
-    state = fsdp.step(fsdp.reduce(state, pytree.tree_map(torch.ones_like, params)))
-    after = fsdp.full_params(state)["u"]
-    assert [p.dtype for p in after.values()] == [torch.float64, torch.float32, torch.float32]
-    for p in after.values():
-        torch.testing.assert_close(p.double(), torch.full((3,), 0.9).double(), rtol=1e-6, atol=1e-6)
-
-
-def test_gradients_in_another_dtype_than_main_weights() -> None:
-    precision = fsdp.Precision(main=torch.float32, compute=torch.bfloat16, grads=torch.bfloat16)
-    state = fsdp.shard({"w": torch.ones(4)}, Spec(fsdp.local_mesh(), precision=precision), fsdp.sgd(lr=0.25))
-    state = fsdp.reduce(state, {"w": torch.ones(4)})
-    assert fsdp.local_shards(state, "grads")["w"].dtype is torch.bfloat16
-    state = fsdp.step(state)
-    assert fsdp.full_params(state)["w"].tolist() == [0.75] * 4
-    assert fsdp.unshard(state)[1]["w"].dtype is torch.bfloat16
-
-
-def test_bfloat16_throughout() -> None:
-    precision = fsdp.Precision(main=torch.bfloat16)
-    state = fsdp.shard(
-        {"w": torch.ones(4)}, Spec(fsdp.local_mesh(), precision=precision), fsdp.adamw(lr=0.25, weight_decay=0.0)
-    )
-    state = fsdp.step(fsdp.reduce(state, {"w": torch.ones(4)}))
-    assert pytree.tree_leaves(state.opt)[0].dtype is torch.bfloat16
-    assert fsdp.full_params(state)["w"].tolist() == [0.75] * 4
 
 
 def test_padding_stays_zero() -> None:
@@ -465,27 +402,6 @@ def test_a_pair_that_swaps_weights_and_state() -> None:
     state = fsdp.step(fsdp.reduce(state, {"w": torch.ones(2)}))
     assert fsdp.full_params(state)["w"].tolist() == [0.0, 0.0]
     assert state.opt["w"].local[:2].tolist() == [1.0, 1.0]
-
-
-class MomentumState(NamedTuple):
-    trace: Any
-
-
-class Optaxish:
-    """In the style of optax: `update(grads, opt, params=)` returns what is to be added."""
-
-    def init(self, params: Tree) -> MomentumState:
-        return MomentumState(pytree.tree_map(torch.zeros_like, params))
-
-    def update(self, grads: Tree, opt: MomentumState, *, params: Tree) -> tuple[Tree, MomentumState]:
-        trace = pytree.tree_map(lambda g, t: g + 0.9 * t, grads, opt.trace)
-        return pytree.tree_map(lambda t, p: -0.01 * (t + 0 * p), trace, params), MomentumState(trace)
-
-
-def test_from_updates() -> None:
-    state = ours(fsdp.from_updates(Optaxish()))
-    assert type(state.opt) is MomentumState
-    equal(state, theirs(lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9)))
 
 
 def test_a_pair_sees_trees_over_trainable_buckets() -> None:
