@@ -275,11 +275,6 @@ def test_a_note_that_no_save_has_written(saved: Path, change: dict[str, Any]) ->
     assert re.search("which no save has written|is not the file that was written there|is of format 4", text)
 
 
-def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
-    assert "is not a complete checkpoint (it has no layout.json)" in refused(tmp_path, FileNotFoundError)
-    assert "is not a complete checkpoint" in refused(tmp_path / "nowhere", FileNotFoundError)
-
-
 # ---------------------------------------------------------------- what time and disks do
 
 

@@ -22,20 +22,6 @@ def with_gradients() -> fsdp.State:
     return fsdp.finish_reductions(fsdp.reduce(state, params))
 
 
-def test_norms_of_one_rank() -> None:
-    state = with_gradients()  # they are the weights
-    state, found = T.norms(state)
-    assert {path: norm.item() for path, norm in found.items()} == {"a.w": 5.0, "b.w": 1.0}
-    state, found = T.norms(state, state.main, 1, by="unit")
-    assert {unit: norm.item() for unit, norm in found.items()} == {"a": 7.0, "b": 1.0, "c": 2.0}
-    state, found = T.norms(state, {"a": state.main["a"]}, torch.inf)
-    assert {path: norm.item() for path, norm in found.items()} == {"a.w": 4.0}
-    state, product = T.dot(state, state.grads, state.main)
-    assert product == 26.0  # what is frozen counts in neither
-    state, product = T.dot(state, state.main, state.main)
-    assert product == 28.0
-
-
 def test_wrong_trees_and_orders_are_refused() -> None:
     state = with_gradients()
     other = fsdp.shard({"z": torch.ones(3)}, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))

@@ -23,7 +23,6 @@ from functional_fsdp import Layout, Precision, ScheduleError, Spec, SpecError
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
 from functional_fsdp._plan.pack import pack
 from functional_fsdp._plan.plan import ALIGN, Gather, Plan, PlannedUnit, Reduction, make_plan
-from functional_fsdp._plan.program import DefaultOrder, FixedOrder, RecordedOrder, known
 from functional_fsdp._spec.schedule import Schedule
 from functional_fsdp.look.draw import Panel
 from functional_fsdp.look.timeline import Timeline, _lives, predict
@@ -187,12 +186,6 @@ def max_pool(units: Sequence[dict[torch.dtype, list[int]]], from_largest: bool) 
             for i, size in enumerate(need):
                 pool[i] = max(pool[i], size)
     return 2 * sum(map(sum, pools.values()))
-
-
-def test_the_reference_on_an_example() -> None:
-    units = [{BF16: [10, 2], FP32: [1]}, {BF16: [7, 5, 1]}, {BF16: [4]}]
-    assert max_pool(units, from_largest=True) == 2 * (10 + 5 + 1 + 1)
-    assert max_pool(units, from_largest=False) == 2 * (10 + 5 + 4 + 1)
 
 
 buckets_of_units = st.lists(
@@ -789,10 +782,3 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r'pip install "functional-fsdp\[plots\]"'):
         fsdp.timeline(make_plan(stack([1])), tmp_path / "x.png", gather=1, reduce=1, compute=1.0)
-
-
-def test_what_a_schedule_says_of_the_order_before_the_first_step() -> None:
-    assert known(Schedule()) == DefaultOrder()
-    assert known(Schedule(order=["a"])) == FixedOrder()
-    assert known(Schedule(order="recorded")) == RecordedOrder()
-    assert len({DefaultOrder(), FixedOrder(), RecordedOrder()}) == 3

@@ -50,11 +50,6 @@ def test_presets_are_the_table(
     assert str(placement) == name
 
 
-def test_the_presets_differ() -> None:
-    placements = [row[0] for row in TABLE]
-    assert len(set(placements)) == len(placements)
-
-
 @pytest.mark.parametrize("preset", [fsdp.ddp, fsdp.zero1, fsdp.zero2, fsdp.zero3])
 def test_presets_take_several_axes(preset: Any) -> None:
     placement = preset("node", "gpu")
