@@ -389,53 +389,39 @@ def test_an_error_in_fn_does_no_harm() -> None:
 SAID = r"the weights of the unit 'tied' were released\. Gather them first: state, w = unshard\(state, 'tied'\)\."
 
 
-def test_a_tied_weight_is_of_another_unit() -> None:
-    w, tied, x = weights(), {"weight": randn(5, 2, seed=4)}, randn(4, 3)
+#: a function, and of weights and of a tied one of another unit what it is given
+OF_TWO: dict[str, tuple[Callable[..., Any], Callable[[Tree, torch.Tensor], tuple[Any, ...]]]] = {
+    "among the weights": (mlp, lambda w, tied: ({**w, "down": tied},)),
+    "among the primals": (lambda w, x, t: mlp(w, x) @ t, lambda w, tied: (dict(w), tied)),
+    "by units": (lambda w, x: mlp(w["blocks.0"], x) @ w["tied"]["weight"],
+                 lambda w, tied: ({"blocks.0": dict(w), "tied": {"weight": tied}},)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", OF_TWO)
+def test_a_tied_weight_is_of_another_unit(how: str) -> None:
+    function, arranged = OF_TWO[how]
+    shape = (5, 2) if how == "among the weights" else (2, 2)
+    w, tied, x, fn = weights(), {"weight": randn(*shape, seed=4)}, randn(4, 3), Counted(function)
     loan, other = lend(w), lend(tied, "tied")
-    both = {**w, "down": tied["weight"]}
-    fn = Counted()
-    out, pullback = T.vjp(fn, both, x)
+
+    def given() -> tuple[Any, ...]:
+        first, *more = arranged(loan.weights, tied["weight"])
+        return first, x, *more
+
+    out, pullback = T.vjp(fn, *given())
+    dout = torch.ones_like(out)
     other.held = False
     with pytest.raises(ScheduleError, match="pullback: " + SAID):
-        pullback(both, torch.ones_like(out))
+        pullback(given()[0], dout)
     with pytest.raises(ScheduleError, match="vjp: " + SAID):
-        T.vjp(fn, both, x)
+        T.vjp(fn, *given())
     other.held, loan.held = True, False
     with pytest.raises(ScheduleError, match=r"pullback: the weights of the unit 'blocks\.0' were released"):
-        pullback(both, torch.ones_like(out))
+        pullback(given()[0], dout)
     loan.held = True
-    close(pullback(dict(both), torch.ones_like(out)), reference(mlp, both, x)[1](torch.ones_like(out)))
+    close(pullback(given()[0], dout), reference(function, *given())[1](dout))
     assert fn.calls == 1
-
-
-def test_a_weight_among_the_primals() -> None:
-    w, tied, x = weights(), {"weight": randn(2, 2, seed=4)}, randn(4, 3)
-    loan, other = lend(w), lend(tied, "tied")
-    out, pullback = T.vjp(lambda w, x, t: mlp(w, x) @ t, loan.weights, x, tied["weight"])
-    other.held = False
-    with pytest.raises(ScheduleError, match="pullback: " + SAID):
-        pullback(loan.weights, torch.ones_like(out))
-    with pytest.raises(ScheduleError, match="vjp: " + SAID):
-        T.vjp(lambda w, x, t: mlp(w, x) @ t, loan.weights, x, tied["weight"])
-    other.held = True
-    assert pullback(loan.weights, torch.ones_like(out))[2].shape == (2, 2)
-
-
-def test_the_weights_of_several_units() -> None:
-    loans = {"blocks.0": lend(weights()), "tied": lend({"bias": randn(2)}, "tied")}
-    fn, x = Counted(lambda w, x: mlp(w["blocks.0"], x) + w["tied"]["bias"]), randn(4, 3)
-
-    def gathered() -> Tree:
-        return {unit: dict(loan.weights) for unit, loan in loans.items()}
-
-    out, pullback = T.vjp(fn, gathered(), x)
-    loans["tied"].held = False
-    with pytest.raises(ScheduleError, match="pullback: " + SAID):
-        pullback(gathered(), torch.ones_like(out))
-    loans["tied"].held = True
-    found = pullback(gathered(), torch.ones_like(out))
-    assert fn.calls == 1
-    close(found, reference(fn.fn, gathered(), x)[1](torch.ones_like(out)))
 
 
 def test_released_weights_under_a_transform() -> None:
