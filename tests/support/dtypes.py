@@ -50,16 +50,6 @@ def pairs(law: Law) -> set[Any]:
     return set(itertools.combinations(enumerate(law), 2))
 
 
-def pairwise() -> list[Law]:
-    """Rows that contain every pair of values of two columns, found greedily."""
-    left: set[Any] = set().union(*map(pairs, PRODUCT))
-    chosen: list[Law] = []
-    while left:
-        chosen.append(max(PRODUCT, key=lambda law: len(pairs(law) & left)))
-        left -= pairs(chosen[-1])
-    return chosen
-
-
 def mesh_of(law: Law) -> tuple[Any, fsdp.Placement]:
     make = getattr(fsdp, law.preset)
     if law.preset in TWO_AXES:
