@@ -727,29 +727,45 @@ def test_statistics_that_no_state_has_are_refused_whenever_they_change(first: st
             run(bare, X)
 
 
-class Tardy(Net):
-    """Counts, or lets a kernel note something, once it is told to."""
+class Counting(Net):
+    """Counts in a buffer, or lets a kernel note something: always in one way, or in that which a call says."""
 
     count: torch.Tensor
 
-    def __init__(self, persistent: bool) -> None:
+    def __init__(self, how: str, persistent: bool) -> None:
         super().__init__()
+        self.how = how
         self.register_buffer("count", torch.zeros(4), persistent=persistent)
+        self.extra = {
+            "attribute": [self.count], "view": self.count[:2], "deep": [{"a": (0, self.count)}],
+            "object": types.SimpleNamespace(seen=self.count), "slots": Slotted(inner=[self.count[1:]]),
+        }.get(how, 0)  # fmt: skip
+        if how == "name":
+            self.register_buffer("other", self.count)
+        if how == "none":
+            self.register_buffer("late", None, persistent=persistent)
 
     def forward(self, x: torch.Tensor, how: str = "") -> torch.Tensor:
-        if how == "in place":
-            self.count += 1
-        elif how == "replaced":
+        how = how or self.how
+        if how == "removed":
+            self.count = None  # type: ignore[assignment]
+        if how in ("removed", ""):
+            return super().forward(x)
+        if how == "replaced":
             self.count = self.count + 1
+        elif how == "none":
+            self.late = torch.ones(4)
         elif how == "kernel":
             F.batch_norm(x, self.count, torch.ones(4), training=True)
-        return super().forward(x)
+        else:
+            self.count += 1
+        return super().forward(x) * self.count.mean()
 
 
 @pytest.mark.parametrize("persistent", [True, False])
 @pytest.mark.parametrize(("how", "mode"), [("in place", "train"), ("replaced", "train"), ("kernel", "eval")])
 def test_a_buffer_that_changes_late_is_refused(how: str, mode: str, persistent: bool) -> None:
-    params, model = fsdp.functionalize(Tardy(persistent))
+    params, model = fsdp.functionalize(Counting("", persistent))
     state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
     run = T.forward_backward(model, lambda model, x, how="": model(x, how).sum())
     model.train(mode == "train")
@@ -798,39 +814,6 @@ def test_units_that_are_called_again_in_the_backward_leave_nothing_behind(monkey
 
 
 # ---------------------------------------------------------------- buffers
-
-
-class Counting(Net):
-    """Counts in a buffer."""
-
-    count: torch.Tensor
-
-    def __init__(self, how: str, persistent: bool) -> None:
-        super().__init__()
-        self.how = how
-        self.register_buffer("count", torch.zeros(4), persistent=persistent)
-        self.extra = {
-            "attribute": [self.count], "view": self.count[:2], "deep": [{"a": (0, self.count)}],
-            "object": types.SimpleNamespace(seen=self.count), "slots": Slotted(inner=[self.count[1:]]),
-        }.get(how, 0)  # fmt: skip
-        if how == "name":
-            self.register_buffer("other", self.count)
-        if how == "none":
-            self.register_buffer("late", None, persistent=persistent)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.how == "replaced":
-            self.count = self.count + 1
-        elif self.how == "removed":
-            self.count = None  # type: ignore[assignment]
-            return super().forward(x)
-        elif self.how == "none":
-            self.late = torch.ones(4)
-        elif self.how == "kernel":
-            F.batch_norm(x, self.count, torch.ones(4), training=True)
-        else:
-            self.count += 1
-        return super().forward(x) * self.count.mean()
 
 
 @pytest.mark.parametrize("how", ["in place", "kernel"])

@@ -347,27 +347,28 @@ def test_a_budget_takes_the_cheaper_way_to_save_as_many_gathers() -> None:
     assert kept == [set(), {"u2"}, {"u1", "u2"}, {"u0", "u2"}, {"u0", "u1", "u2"}]
 
 
-def test_passes_are_told_from_one_pass_by_units_used_twice() -> None:
-    layout = stack([1, 2])
-    passes: dict[tuple[Any, ...], list[int]] = {
-        ("u0", "u0"): [1],
-        ("u0", "u1", "u0", "u1"): [2, 3],
-        ("u0", "u0", "u0", "u0"): [1, 3],
-        ("u0", "u1", "u1", "u0"): [2, 3],
-        (("u0", "u1"), "u0", ("u0", "u1"), "u0"): [1, 2, 4, 5],
-    }
-    for order, uses in passes.items():
-        assert [r.use for r in make_plan(layout, Schedule(order)).reductions] == uses
+#: orders (a group in brackets), and after which uses which units are reduced
+REDUCED: dict[str, str] = {
+    "aa": "a1", "abab": "a2 b3", "aaaa": "a1 a3", "abba": "b2 a3",  # two passes, or one
+    "[ab]a[ab]a": "b1 a2 b4 a5",
+    "abcaacba": "c5 b6 a7",  # `a` is used at both ends, and complete at its last use
+    "ab[ca]ba": "c2 b4 a5",  # the turn is not inside a group
+    # what is used in the forward only is reduced when the backward is through, the last first
+    "abcddcb": "d4 c5 b6 a6", "acbdedc": "e4 d5 b5 c6 a6", "abc": "c2 b2 a2",
+}  # fmt: skip
 
 
-def test_an_explicit_order_with_repeats() -> None:
-    """`wte` is used at both ends; its gradient is complete at its last use."""
-    order = ("u0", "u1", "u2", "u0", "u0", "u2", "u1", "u0")
-    p = make_plan(stack([4, 1, 2]), Schedule(order))
+def calls_of(order: str) -> list[tuple[str, ...]]:
+    return [tuple(f"u{'abcde'.index(c)}" for c in g) for g in re.findall(r"(?<=\[)\w+|\w", order)]
+
+
+@pytest.mark.parametrize("order", REDUCED)
+def test_a_gradient_is_reduced_where_it_is_complete(order: str) -> None:
+    calls = calls_of(order)
+    p = make_plan(stack(range(1, 1 + len({*order} - {*"[]"}))), Schedule(calls))
     check(p)
-    assert tuple(use.unit for use in p.uses) == order
-    assert p.by_name["u0"].lives == ((0, 0), (2, 4), (6, 7))
-    assert [(r.unit, r.use) for r in p.reductions] == [("u2", 5), ("u1", 6), ("u0", 7)]
+    assert tuple(use.unit for use in p.uses) == tuple(name for call in calls for name in call)
+    assert [f"{'abcde'[int(r.unit[1])]}{r.use}" for r in p.reductions] == REDUCED[order].split()
 
 
 def test_three_microbatches_written_out_prefetch_across_and_reduce_each_time() -> None:
@@ -433,21 +434,15 @@ def test_what_is_used_at_once_is_live_at_once_and_freed_at_once() -> None:
         ("abc", 3),
         ("abc abc", 3),
         ("ab[cb] [cb]ba", 4),
+        ("ab[ca] ba", 4),  # not inside a group
         ("abc[ad] [ad]cba", 5),
         ("abc[ad] dacba", 5),
     ],
 )
 def test_the_forward_ends_where_the_rest_is_its_reverse(order: str, turn: int) -> None:
-    names = [tuple(f"u{'abcd'.index(c)}" for c in g) for g in re.findall(r"(?<=\[)\w+|\w", order)]
-    p = make_plan(stack([1] * 4), Schedule(names))
+    p = make_plan(stack([1] * 4), Schedule(calls_of(order)))
     assert p.turn == turn
     check(p)
-
-
-def test_the_turn_is_not_inside_a_group() -> None:
-    p = make_plan(stack([1] * 3), Schedule(("u0", "u1", ("u2", "u0"), "u1", "u0")))
-    assert p.turn == 4
-    assert [(r.unit, r.use) for r in p.reductions] == [("u2", 2), ("u1", 4), ("u0", 5)]
 
 
 def test_a_tied_leaf_is_used_again_where_its_further_path_lies() -> None:
@@ -492,23 +487,6 @@ def test_a_model_with_a_tied_head() -> None:
         ("blocks.0", 8),
         ("embed.weight", 9),
     ]
-
-
-def test_what_is_used_in_the_forward_only_is_reduced_when_the_backward_is_through() -> None:
-    layout = stack([1, 2, 3, 4, 5])
-    p = make_plan(layout, Schedule(("u0", "u1", "u2", "u3", "u3", "u2", "u1")))
-    check(p)
-    assert [(r.unit, r.use) for r in p.reductions] == [("u3", 4), ("u2", 5), ("u1", 6), ("u0", 6)]
-    assert [k for k, use in enumerate(p.uses) if use.reduces] == [4, 5, 6]
-    # `u0` and `u1` after `u2`, not only after the last; `u4` is the only one after which the forward is over.
-    p = make_plan(layout, Schedule(("u0", "u2", "u1", "u3", "u4", "u3", "u2")))
-    check(p)
-    assert [(r.unit, r.use) for r in p.reductions] == [("u4", 4), ("u3", 5), ("u1", 5), ("u2", 6), ("u0", 6)]
-    # A forward only: everything at its end, last first.
-    p = make_plan(layout, Schedule(("u0", "u1", "u2")))
-    assert [(r.unit, r.use, r.until) for r in p.reductions] == [("u2", 2, 2), ("u1", 2, 3), ("u0", 2, 3)]
-    assert p.staging == (3 + 2) << 10
-    check(p)
 
 
 def test_what_is_used_in_the_forward_only_waits_for_frozen_units_and_in_each_microbatch() -> None:
