@@ -6,11 +6,12 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 Row = tuple[Any, ...]
+R = TypeVar("R", bound=Row)
 FULL = os.environ.get("LAWS") == "full"  # `make test-all` and `make laws`: sizes and numbers of examples, too
 
 
@@ -36,7 +37,7 @@ def marked(rows: Sequence[Row], chosen: Sequence[Row]) -> list[Any]:
     ]
 
 
-def covering(rows: Sequence[Row]) -> list[Row]:
+def covering(rows: Sequence[R]) -> list[R]:
     """Rows that contain every pair of values of two columns that there is in all of them, found greedily."""
     pairs = {
         row: {*itertools.combinations(enumerate(map(repr, row)), 2)} for row in sorted(rows, key=repr)

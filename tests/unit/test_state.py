@@ -221,14 +221,6 @@ def test_the_structure_differs_with_the_layout_and_the_optimizer() -> None:
     assert base != pytree.tree_structure(begin(average="sum"))
 
 
-def test_two_states_can_be_mapped_together() -> None:
-    one, two = begin(), one_step(begin())
-    moved = pytree.tree_map(lambda a, b: (a - b).abs().sum().item(), one.main, two.main)
-    assert all(buffer.local > 0 for buffer in moved.values())
-    ema = pytree.tree_map(lambda a, b: 0.5 * a + 0.5 * b, one, two)
-    assert ema.count.item() == 0.5
-
-
 def test_children_are_named() -> None:
     paths = [
         ".".join(str(getattr(k, "name", getattr(k, "key", k))) for k in keys)

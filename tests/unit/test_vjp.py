@@ -65,14 +65,6 @@ class Counted:
 # -------------------------------------------------------------------------------- values
 
 
-def test_equals_torch_func_vjp() -> None:
-    w, x, dout = weights(), randn(4, 3), randn(4, 2, seed=8)
-    out, pullback = T.vjp(mlp, w, x)
-    want, pull = reference(mlp, w, x)
-    close(out, want)
-    close(pullback(w, dout), pull(dout))
-
-
 def test_several_primals_as_pytrees() -> None:
     def fn(w: Tree, h: Tree, extra: Tree) -> Tree:
         first = torch.sin(h["x"][0]) * w["bias"] + extra.a
@@ -685,31 +677,6 @@ def test_modules_with_autograd_functions() -> None:
     dw, dx = pullback(params, torch.ones(1, 2))
     assert dw["bias"].tolist() == [3.0, 3.0]
     torch.testing.assert_close(dx, 3 * module.weight.sum(0, keepdim=True).detach())
-
-
-def test_a_chain_of_units_is_the_gradient_of_the_whole() -> None:
-    units = [{"w": randn(3, 3, seed=i)} for i in range(4)]
-
-    def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(h @ w["w"])
-
-    h, pullbacks = randn(2, 3), []
-    for w in units:
-        h, pullback = T.vjp(stage, w, h)
-        pullbacks.append(pullback)
-    grads: list[Any] = []
-    dh = torch.ones_like(h)
-    for w, pullback in zip(reversed(units), reversed(pullbacks), strict=True):
-        dw, dh = pullback(w, dh)
-        grads.insert(0, dw)
-
-    def whole(units: Tree) -> torch.Tensor:
-        h = randn(2, 3)
-        for w in units:
-            h = stage(w, h)
-        return h.sum()
-
-    close(grads, torch.func.grad(whole)(units))
 
 
 class Opaque:
