@@ -66,19 +66,19 @@ def layer(key: str) -> Stage:
     return apply
 
 
-def same(make: Callable[..., Stage], *parts: Stage, fate: str, times: int = 2) -> None:
+def same(make: Callable[..., Stage], *parts: Stage, fates: tuple[str, ...] = (*FATES,), times: int = 2) -> None:
     """A stage of these parts has the same bits where it recomputes and they do not."""
     right = results(make(*parts), times)
-    mine = results(T.remat(make(*map(FATES[fate], parts))), times)
-    assert len(mine) == len(right)
-    assert all(map(torch.equal, mine, right))
+    for fate in fates:
+        mine = results(T.remat(make(*map(FATES[fate], parts))), times)
+        assert len(mine) == len(right)
+        assert all(map(torch.equal, mine, right)), fate
 
 
 # ---------------------------------------------------------------- what parts return
 
 
-@fates
-def test_whatever_a_part_returns(fate: str) -> None:
+def test_whatever_a_part_returns() -> None:
     with torch.inference_mode():
         mask = torch.ones(WIDTH)
 
@@ -97,7 +97,7 @@ def test_whatever_a_part_returns(fate: str) -> None:
 
         return stage
 
-    same(make, odd, fate=fate)
+    same(make, odd)
 
 
 @fates
@@ -178,8 +178,7 @@ def test_an_output_that_is_changed_in_place_in_each_recomputation(fate: str) -> 
     assert all(map(torch.equal, twice(make(part)), twice(T.remat(make(FATES[fate](part))))))
 
 
-@fates
-def test_of_several_outputs_some_are_changed_in_place(fate: str) -> None:
+def test_of_several_outputs_some_are_changed_in_place() -> None:
     def part(w: Tree, h: torch.Tensor) -> Any:
         y = h @ w["a"]
         return y, h @ w["b"], y[:, :3], *(h @ w["c"]).unsafe_chunk(2, -1)
@@ -194,11 +193,10 @@ def test_of_several_outputs_some_are_changed_in_place(fate: str) -> None:
 
         return stage
 
-    same(make, part, fate=fate, times=3)
+    same(make, part, times=3)
 
 
-@fates
-def test_a_copy_lies_as_what_it_is_a_copy_of(fate: str) -> None:
+def test_a_copy_lies_as_what_it_is_a_copy_of() -> None:
     """Kernels add up in an order that strides and overlaps decide; and outputs that share memory go on sharing it."""
     strides: list[Any] = []
 
@@ -216,12 +214,11 @@ def test_a_copy_lies_as_what_it_is_a_copy_of(fate: str) -> None:
 
         return stage
 
-    same(make, part, fate=fate, times=3)
+    same(make, part, times=3)
     assert len({*strides}) == 1
 
 
-@fates
-def test_an_output_that_lies_on_the_parts_input(fate: str) -> None:
+def test_an_output_that_lies_on_the_parts_input() -> None:
     """It changes with the input, which no copy would do; the same part's next output may lie on memory of its own."""
 
     def part(w: Tree, h: torch.Tensor, own: bool) -> torch.Tensor:
@@ -238,7 +235,7 @@ def test_an_output_that_lies_on_the_parts_input(fate: str) -> None:
 
         return stage
 
-    same(make, part, fate=fate, times=3)
+    same(make, part, times=3)
 
 
 def test_inputs_that_are_changed_before_the_backward_are_an_error() -> None:
@@ -277,8 +274,7 @@ def test_parts_that_come_in_another_order_are_an_error(fate: str) -> None:
         results(T.remat(stage))
 
 
-@fates
-def test_a_gradient_inside(fate: str) -> None:
+def test_a_gradient_inside() -> None:
     """Of what is computed again, through a part that is not: refused. In the part, or beside it: right."""
 
     def inside(w: Tree, h: torch.Tensor) -> torch.Tensor:
@@ -286,7 +282,7 @@ def test_a_gradient_inside(fate: str) -> None:
         (grad,) = torch.autograd.grad(y.sum(), h, create_graph=True)
         return (grad @ w["b"]).sin() * y
 
-    same(lambda part: lambda w, h: part(w, h.sin()).cos(), inside, fate=fate)
+    same(lambda part: lambda w, h: part(w, h.sin()).cos(), inside)
 
     def make(first: Stage, second: Stage, third: Stage) -> Stage:
         def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
@@ -298,11 +294,12 @@ def test_a_gradient_inside(fate: str) -> None:
 
     plain, one, two = layer("b"), layer("a"), layer("c")
     right = results(make(one, plain, two))
-    assert all(map(torch.equal, right, results(T.remat(make(FATES[fate](one), plain, FATES[fate](two))))))
-    with pytest.raises(
-        fsdp.ScheduleError, match="a gradient is taken inside of what is computed again, through a part"
-    ):
-        results(T.remat(make(one, FATES[fate](plain), two)))
+    for fate in FATES.values():
+        assert all(map(torch.equal, right, results(T.remat(make(fate(one), plain, fate(two))))))
+        with pytest.raises(
+            fsdp.ScheduleError, match="a gradient is taken inside of what is computed again, through a part"
+        ):
+            results(T.remat(make(one, fate(plain), two)))
 
 
 @fates
@@ -331,8 +328,7 @@ def test_regions_and_parts_that_lie_in_each_other(fate: str) -> None:
     assert all(map(torch.equal, right, results(T.offload(around), 2)))
 
 
-@fates
-def test_hooks_of_others_around_a_part(fate: str) -> None:
+def test_hooks_of_others_around_a_part() -> None:
     """They have what it saves; it is run once all the same."""
     runs: list[int] = []
 
@@ -348,12 +344,11 @@ def test_hooks_of_others_around_a_part(fate: str) -> None:
 
         return stage
 
-    same(make, part, fate=fate, times=2)
-    assert len(runs) == 4
+    same(make, part, times=2)
+    assert len(runs) == 6
 
 
-@fates
-def test_under_autocast(fate: str) -> None:
+def test_under_autocast() -> None:
     def make(first: Stage, second: Stage) -> Stage:
         def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -363,11 +358,10 @@ def test_under_autocast(fate: str) -> None:
 
         return stage
 
-    same(make, lambda w, h: F.dropout(h @ w["a"], 0.2), layer("b"), fate=fate)
+    same(make, lambda w, h: F.dropout(h @ w["a"], 0.2), layer("b"))
 
 
-@fates
-def test_parts_in_a_torch_func_transform_within_a_stage_are_computed_again(fate: str) -> None:
+def test_parts_in_a_torch_func_transform_within_a_stage_are_computed_again() -> None:
     def make(part: Stage) -> Stage:
         def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
             y: torch.Tensor = torch.func.vmap(lambda row: part(w, row).sin())(h.cos())
@@ -375,11 +369,9 @@ def test_parts_in_a_torch_func_transform_within_a_stage_are_computed_again(fate:
 
         return stage
 
-    if fate == "save":
-        same(make, layer("a"), fate=fate)
-    else:
-        with pytest.raises(fsdp.ScheduleError, match=r"torch\.func's transforms .* forbid saved-tensor hooks"):
-            same(make, layer("a"), fate=fate)
+    same(make, layer("a"), fates=("save",))
+    with pytest.raises(fsdp.ScheduleError, match=r"torch\.func's transforms .* forbid saved-tensor hooks"):
+        same(make, layer("a"), fates=("offload",))
 
 
 # ---------------------------------------------------------------- random numbers
@@ -389,8 +381,7 @@ def draws_from_python(w: Tree, h: torch.Tensor) -> torch.Tensor:
     return ((h @ w["a"]) * random.random()).tanh() * float(np.random.rand())
 
 
-@fates
-def test_numbers_that_python_and_numpy_draw(fate: str) -> None:
+def test_numbers_that_python_and_numpy_draw() -> None:
     def make(part: Stage) -> Stage:
         def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
             y = part(w, (h * random.random()).sin())
@@ -398,7 +389,7 @@ def test_numbers_that_python_and_numpy_draw(fate: str) -> None:
 
         return stage
 
-    same(make, draws_from_python, fate=fate, times=3)
+    same(make, draws_from_python, times=3)
 
 
 def stage_with(h: torch.Tensor, w: Tree, generator: torch.Generator) -> torch.Tensor:
@@ -573,9 +564,8 @@ def test_a_function_that_is_wrapped_in_each_call_pins_once() -> None:
     assert [one.made for one in buffers] == made
 
 
-@fates
 @pytest.mark.parametrize("keyword", [False, True])
-def test_a_part_that_changes_its_input_in_place_is_run_again(fate: str, keyword: bool) -> None:
+def test_a_part_that_changes_its_input_in_place_is_run_again(keyword: bool) -> None:
     """What comes after it reads the input, too."""
 
     def writes(w: Tree, h: torch.Tensor) -> torch.Tensor:
@@ -591,4 +581,4 @@ def test_a_part_that_changes_its_input_in_place_is_run_again(fate: str, keyword:
 
         return stage
 
-    same(make, writes, fate=fate)
+    same(make, writes)

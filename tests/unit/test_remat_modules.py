@@ -19,7 +19,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 
 WIDTH = 32
-fates = pytest.mark.parametrize("fate", ["save", "offload"])
+KEPT = ("save", "offload")
 
 
 @pytest.fixture(autouse=True)
@@ -54,13 +54,14 @@ def trained(
     return [*seen, *state.buffers.values(), *fsdp.full_params(state).values()]
 
 
-def same(make: Callable[[], nn.Module], fate: str | None, part: str = "part", pattern: str = "*", **how: Any) -> None:
-    """Training has the same bits where modules recompute, without parts and with one."""
-    kept: dict[str, Any] = {fate: (part,)} if fate else {}
+def same(make: Callable[[], nn.Module], *fates: str | None, part: str = "part", pattern: str = "*", **how: Any) -> None:
+    """Training has the same bits where modules recompute, without parts and with one of each fate."""
     right = trained(make, lambda m: m, **how)
-    mine = trained(make, lambda m: T.remat(m, pattern, **kept), **how)
-    assert len(mine) == len(right)
-    assert all(map(torch.equal, mine, right))
+    for fate in fates:
+        kept: dict[str, Any] = {fate: (part,)} if fate else {}
+        mine = trained(make, lambda m: T.remat(m, pattern, **kept), **how)  # noqa: B023
+        assert len(mine) == len(right)
+        assert all(map(torch.equal, mine, right)), fate
 
 
 class Block(nn.Module):
@@ -126,9 +127,8 @@ class Averaged(Block):
         return (y + self.part.seen[-1] * len(self.part.seen)).sin() * self.part.seen[0]
 
 
-@pytest.mark.parametrize("fate", [None, "save", "offload"])
-def test_what_a_part_makes_of_buffers_and_attributes(fate: str | None) -> None:
-    same(lambda: two(Averaged), fate)
+def test_what_a_part_makes_of_buffers_and_attributes() -> None:
+    same(lambda: two(Averaged), None, *KEPT)
 
 
 def test_what_is_computed_again_twice_finds_buffers_as_they_were() -> None:
@@ -179,9 +179,8 @@ class Recurrent(Block):
         return y.exp() if self.turn % 3 else y.cos()
 
 
-@pytest.mark.parametrize("fate", [None, "save", "offload"])
-def test_attributes_that_change_from_call_to_call(fate: str | None) -> None:
-    same(lambda: two(Recurrent), fate)
+def test_attributes_that_change_from_call_to_call() -> None:
+    same(lambda: two(Recurrent), None, *KEPT)
 
 
 @pytest.mark.parametrize("numel", [WIDTH, WIDTH << 11])
@@ -270,8 +269,7 @@ def test_what_only_training_does_is_seen_after_an_evaluation() -> None:
 # ---------------------------------------------------------------- calls
 
 
-@fates
-def test_a_part_that_is_run_again_takes_the_kernels_of_its_forward(fate: str) -> None:
+def test_a_part_that_is_run_again_takes_the_kernels_of_its_forward() -> None:
     """torch's attention has a fast path without gradients, whose bits are others."""
 
     class Attends(nn.Module):
@@ -294,11 +292,10 @@ def test_a_part_that_is_run_again_takes_the_kernels_of_its_forward(fate: str) ->
             y += 1
             return self.after(y.sin()).tanh()[0]
 
-    same(lambda: two(InPlace), fate, train=False)
+    same(lambda: two(InPlace), *KEPT, train=False)
 
 
-@fates
-def test_forwards_before_one_backward_and_a_part_that_is_shared(fate: str) -> None:
+def test_forwards_before_one_backward_and_a_part_that_is_shared() -> None:
     class Twice(Block):
         def use(self, y: torch.Tensor) -> torch.Tensor:
             return nn.functional.dropout(self.part(y).exp(), 0.2)
@@ -312,11 +309,10 @@ def test_forwards_before_one_backward_and_a_part_that_is_shared(fate: str) -> No
         first, second = model(x), model(x.cos())
         return (first * second.sin()).square().mean() + model[1](first).mean()
 
-    same(shared, fate, loss_fn=loss_fn)
+    same(shared, *KEPT, loss_fn=loss_fn)
 
 
-@fates
-def test_a_call_without_gradients_before_the_backward(fate: str) -> None:
+def test_a_call_without_gradients_before_the_backward() -> None:
     """A teacher's forward between forward and backward, and parts under `no_grad`."""
 
     class Teacher(Block):
@@ -331,7 +327,7 @@ def test_a_call_without_gradients_before_the_backward(fate: str) -> None:
             target = model(x + 1)
         return (out - target).square().mean()
 
-    same(lambda: two(Teacher), fate, loss_fn=loss_fn)
+    same(lambda: two(Teacher), *KEPT, loss_fn=loss_fn)
 
 
 # ---------------------------------------------------------------- weights
@@ -391,9 +387,8 @@ class Listens(Block):
         return F.dropout(y * self.scale, 0.5, self.training) * self.scale
 
 
-@pytest.mark.parametrize("fate", [None, "save", "offload"])
-def test_attributes_that_a_module_around_sets_for_a_call(fate: str | None) -> None:
-    same(lambda: nn.Sequential(Told(), Told()), fate, pattern="*.block")
+def test_attributes_that_a_module_around_sets_for_a_call() -> None:
+    same(lambda: nn.Sequential(Told(), Told()), None, *KEPT, pattern="*.block")
 
 
 class Collects(Block):
@@ -421,9 +416,8 @@ class Collects(Block):
         return (y * (counted + len(self.first["pair"][0]) + len(self.first["pair"][1]))).sin()
 
 
-@pytest.mark.parametrize("fate", [None, "save", "offload"])
-def test_containers_of_every_kind_go_on_once(fate: str | None) -> None:
-    same(lambda: two(Collects), fate)
+def test_containers_of_every_kind_go_on_once() -> None:
+    same(lambda: two(Collects), None, *KEPT)
 
 
 class Fills(Block):
@@ -481,9 +475,8 @@ def test_recurrent_modules_recompute(kind: type[nn.RNNBase], pattern: str) -> No
     same(lambda: nn.Sequential(Lists(kind), Lists(kind)), None, pattern=pattern)
 
 
-@pytest.mark.parametrize("fate", ["save", "offload"])
-def test_recurrent_modules_are_parts(fate: str) -> None:
-    same(lambda: nn.Sequential(Lists(nn.GRU), Lists(nn.GRU)), fate, "rnn")
+def test_recurrent_modules_are_parts() -> None:
+    same(lambda: nn.Sequential(Lists(nn.GRU), Lists(nn.GRU)), *KEPT, part="rnn")
 
 
 def test_recurrent_modules_recompute_by_hand() -> None:
