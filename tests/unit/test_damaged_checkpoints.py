@@ -94,10 +94,6 @@ def rewrite(folder: Path, **changes: Any) -> None:
     (folder / "layout.json").write_text(json.dumps({**note, "digest": digest}))
 
 
-def test_the_same_bits_come_back(whole: Path) -> None:
-    assert same(bits(fsdp.load(whole, like=state_of(1))), bits(state_of()))
-
-
 def test_torch_reads_what_was_written(whole: Path) -> None:
     wanted = {name: torch.zeros_like(tensor) for name, tensor in bits(state_of()).items()}
     assert {"extras.turned", "count", "buffers.seen", "main.w", "opt.mean.w"} <= wanted.keys()

@@ -58,6 +58,7 @@ _tree.register(
         ({"blocks.0.w": 1, "head": 2}, ("blocks.0.w", "head")),
         ({0: 1, 7: {3: 2}}, ("0", "7.3")),
         (OrderedDict(z=1, a=2), ("z", "a")),
+        ({"z": 1, "a": None, "b": 3}, ("z", "a", "b")),  # as inserted; None is a leaf
         ({"box": Box(1, 2)}, ("box.first", "box.second")),
         ([], ()),
     ],
@@ -67,14 +68,6 @@ def test_paths(tree: Any, paths: tuple[str, ...]) -> None:
     assert found == paths
     assert leaves == pytree.tree_leaves(tree)
     assert treedef == pytree.tree_structure(tree)
-
-
-def test_none_and_numbers_are_leaves_with_paths() -> None:
-    assert _tree.flatten({"a": None, "b": 3})[:2] == (("a", "b"), [None, 3])
-
-
-def test_the_order_is_the_insertion_order_of_dicts() -> None:
-    assert _tree.flatten({"z": 1, "a": 2})[0] == ("z", "a")
 
 
 def test_prefixes() -> None:
