@@ -65,54 +65,63 @@ class Counted:
 # -------------------------------------------------------------------------------- values
 
 
-def test_several_primals_as_pytrees() -> None:
-    def fn(w: Tree, h: Tree, extra: Tree) -> Tree:
-        first = torch.sin(h["x"][0]) * w["bias"] + extra.a
-        return {"out": [first, h["x"][1] * extra.b], "sum": Pair(first.sum(), h["x"][0].sum())}
-
-    w, h = weights(), {"x": (randn(4, 5), randn(4, seed=1))}
-    extra = Pair(randn(5, seed=2), randn(4, seed=3))
-    out, pullback = T.vjp(fn, w, h, extra)
-    want, pull = reference(fn, w, h, extra)
-    close(out, want)
-    dout = pytree.tree_map(lambda t: torch.ones_like(t) * 0.5, want)
-    dw, dh, dextra = pullback(w, dout)
-    want_dw, want_dh, want_dextra = pull(dout)
-    close((dh, dextra, dw["bias"]), (want_dh, want_dextra, want_dw["bias"]))
-    assert type(dextra) is Pair
-    assert dw["up"] is None  # fn did not use it
-    assert dw["down"] is None
+def pytrees(w: Tree, h: Tree, extra: Tree) -> Tree:
+    first = torch.sin(h["x"][0]) * w["bias"] + extra.a
+    return {"out": [first, h["x"][1] * extra.b], "sum": Pair(first.sum(), h["x"][0].sum())}
 
 
-def test_none_integers_booleans_and_numbers_get_none() -> None:
-    def fn(w: Tree, h: torch.Tensor, batch: Tree) -> torch.Tensor:
-        picked = h[batch["ids"]] * w["scale"]
-        return picked[batch["mask"]] * batch["factor"]
-
-    w = {"scale": randn(3), "none": None, "steps": torch.arange(3)}
-    batch = {"ids": torch.tensor([0, 2, 2]), "mask": torch.tensor([True, False, True]), "factor": 3.0, "none": None}
-    h = randn(4, 3, seed=1)
-    out, pullback = T.vjp(fn, w, h, batch)
-    dw, dh, dbatch = pullback(w, torch.ones_like(out))
-    want_scale, want_h = reference(lambda s, h: fn({"scale": s}, h, batch), w["scale"], h)[1](torch.ones_like(out))
-    close((dw["scale"], dh), (want_scale, want_h))
-    assert dw["none"] is dw["steps"] is None
-    assert dbatch == {"ids": None, "mask": None, "factor": None, "none": None}
+def picked(w: Tree, h: torch.Tensor, batch: Tree) -> torch.Tensor:
+    return (h[batch["ids"]] * w["scale"])[batch["mask"]] * batch["factor"]
 
 
-def test_a_primal_that_is_none_as_in_the_first_unit() -> None:
-    ids = torch.tensor([1, 0, 1])
-    w = {"weight": randn(2, 3)}
-    out, pullback = T.vjp(lambda w, h: w["weight"][ids], w, None)
-    dw, dh = pullback(w, torch.ones_like(out))
-    assert dh is None
-    assert dw["weight"].tolist() == [[1.0] * 3, [2.0] * 3]
+IDS, TWICE, X = torch.tensor([1, 0, 1]), torch.tensor([2.0, 3.0]), randn(4, 3)
+#: a function, its weights and primals, and what of its output has no cotangent: None means zero
+VALUES: dict[str, tuple[Callable[..., Any], Tree, tuple[Any, ...], tuple[int, ...]]] = {
+    "a layer": (mlp, weights(), (X,), ()),
+    "several primals as pytrees": (pytrees, weights(),
+        ({"x": (randn(4, 5), randn(4, seed=1))}, Pair(randn(5, seed=2), randn(4, seed=3))), ()),
+    "none, integers, booleans and numbers": (picked, {"scale": randn(3), "none": None, "steps": torch.arange(3)},
+        (randn(4, 3, seed=1), {"ids": torch.tensor([0, 2, 2]), "mask": torch.tensor([True, False, True]),
+                               "factor": 3.0, "none": None}), ()),
+    "a primal that is none, as a first unit's": (lambda w, h: w["weight"][IDS], {"weight": randn(2, 3)}, (None,), ()),
+    "no primals": (lambda w: w["a"] ** 2, {"a": torch.tensor(3.0)}, (), ()),
+    "an output that depends on nothing": (lambda w, x: torch.ones(2), weights(), (X,), ()),
+    "an output that is an input": (lambda w, x: (x, x), weights(), (X,), ()),
+    "outputs that are no floats": (lambda w, x: (mlp(w, x), x.argmax(), "text", None), weights(), (X,), ()),
+    "a cotangent that is none": (lambda w, x: (mlp(w, x), x * 2), weights(), (X,), (0,)),
+    "the same tensor twice": (lambda w, x: w["a"] * w["b"] ** 2 * x, {"a": TWICE, "b": TWICE}, (TWICE,), ()),
+}  # fmt: skip
 
 
-def test_no_primals() -> None:
-    out, pullback = T.vjp(lambda w: w["a"] ** 2, {"a": torch.tensor(3.0)})
-    assert out == 9
-    assert pullback({"a": torch.tensor(3.0)}, torch.tensor(1.0)) == ({"a": torch.tensor(6.0)},)
+def is_float(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def by_autograd(fn: Callable[..., Any], given: tuple[Any, ...], dout: Tree) -> tuple[Any, Tree]:
+    """The output, and a gradient of each tensor of floats that it depends on: None for everything else."""
+    leaves, spec = pytree.tree_flatten(given)
+    leaves = [leaf.clone().requires_grad_() if is_float(leaf) else leaf for leaf in leaves]
+    trained = [leaf for leaf in leaves if is_float(leaf)]
+    out = fn(*pytree.tree_unflatten(leaves, spec))
+    both = zip(pytree.tree_leaves(out), pytree.tree_leaves(dout), strict=True)
+    pairs = [(one, d) for one, d in both if d is not None and one.requires_grad]
+    outs, douts = zip(*pairs, strict=True) if pairs else ((), ())
+    found = iter(torch.autograd.grad(outs, trained, douts, allow_unused=True) if pairs else [None] * len(trained))
+    return out, pytree.tree_unflatten([next(found) if is_float(leaf) else None for leaf in leaves], spec)
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_the_pullback_is_that_of_autograd(case: str) -> None:
+    fn, w, primals, left_out = VALUES[case]
+    out, pullback = T.vjp(fn, w, *primals)
+    leaves, spec = pytree.tree_flatten(out)
+    halves = [
+        torch.full_like(one, 0.5) if is_float(one) and i not in left_out else None for i, one in enumerate(leaves)
+    ]
+    dout = pytree.tree_unflatten(halves, spec)
+    want, grads = by_autograd(fn, (w, *primals), dout)
+    close(out, pytree.tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, want))
+    close(pullback(w, dout), grads)
 
 
 def test_the_output_carries_no_graph() -> None:
@@ -130,42 +139,6 @@ def test_it_works_without_grad_mode() -> None:
         out, pullback = T.vjp(mlp, w, x)
         found = pullback(w, torch.ones_like(out))
     close(found, reference(mlp, w, x)[1](torch.ones_like(out)))
-
-
-def test_an_output_that_depends_on_nothing() -> None:
-    w, x = weights(), randn(4, 3)
-    _, pullback = T.vjp(lambda w, x: torch.ones(2), w, x)
-    assert pullback(w, torch.ones(2)) == ({"up": None, "bias": None, "down": None}, None)
-
-
-def test_an_output_that_is_an_input() -> None:
-    out, pullback = T.vjp(lambda w, x: (x, x), weights(), x := randn(3))
-    assert torch.equal(out[0], x)
-    assert pullback(weights(), (torch.ones(3).double(), torch.ones(3).double()))[1].tolist() == [2.0, 2.0, 2.0]
-
-
-def test_outputs_that_are_no_floats_pass_through() -> None:
-    w, x = weights(), randn(4, 3)
-    out, pullback = T.vjp(lambda w, x: (mlp(w, x), x.argmax(), "text", None), w, x)
-    assert torch.equal(out[1], x.argmax())
-    assert out[2:] == ("text", None)
-    dout = torch.ones_like(out[0])
-    close(pullback(w, (dout, None, None, None)), reference(mlp, w, x)[1](dout))
-
-
-def test_none_as_a_cotangent_means_zero() -> None:
-    w, x = weights(), randn(4, 3)
-    _, pullback = T.vjp(lambda w, x: (mlp(w, x), x * 2), w, x)
-    dw, dx = pullback(w, (None, torch.ones(4, 3).double()))
-    assert dw == {"up": None, "bias": None, "down": None}
-    assert torch.equal(dx, torch.full((4, 3), 2.0).double())
-
-
-def test_the_same_tensor_twice_gets_two_gradients() -> None:
-    t = torch.tensor([2.0, 3.0])
-    _, pullback = T.vjp(lambda w, x: w["a"] * w["b"] ** 2 * x, {"a": t, "b": t}, t)
-    dw, dx = pullback({"a": t, "b": t}, torch.ones(2))
-    assert (dw["a"].tolist(), dw["b"].tolist(), dx.tolist()) == ([8.0, 27.0], [16.0, 54.0], [8.0, 27.0])
 
 
 def test_an_in_place_change_of_a_primal_is_an_error() -> None:
