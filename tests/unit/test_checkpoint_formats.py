@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from support.peers import PeerModel
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import functional_fsdp as fsdp
 
@@ -87,144 +88,13 @@ def test_what_deepspeed_would_not_have_written_is_named(how: str, tmp_path: Path
         fsdp.open_checkpoint(zero(tmp_path / "two", stage, model, optim))
 
 
-def without(folder: Path, pattern: str) -> None:
-    for one in folder.glob(pattern):
-        one.unlink()
+def fixture(name: str) -> Callable[[Path], Path]:
+    def extracted(folder: Path) -> Path:
+        with tarfile.open(DATA / f"{name}.tar.xz") as archive:
+            archive.extractall(folder, filter="data")
+        return folder / name / "checkpoint"
 
-
-def test_files_of_deepspeed_that_lack_or_are_too_many_are_named(tmp_path: Path) -> None:
-    def spoilt(change: Callable[[Path], Any], said: str) -> None:
-        shutil.rmtree(tmp_path / "two", ignore_errors=True)
-        folder = zero(tmp_path / "two", 3)
-        change(folder)
-        with pytest.raises(fsdp.CheckpointError, match=said):
-            fsdp.open_checkpoint(folder)
-
-    spoilt(lambda f: (f / "layer_00-model_states.pt").touch(), r"layer_00-model_states\.pt: layers of pipelines")
-    spoilt(lambda f: without(f, "*model_states.pt"), r"has no \*_model_states\.pt")
-    spoilt(lambda f: without(f, "*optim_states.pt"), r"has no \*_optim_states\.pt")
-    spoilt(lambda f: (f / OPTIM).unlink(), r"lacks the file of rank 0, beside zero_pp_rank_1")
-    spoilt(
-        lambda f: shutil.copy(f / OPTIM, f / OPTIM.replace("mp_rank_00", "mp_rank_01")), r"another tensor-parallel rank"
-    )
-    spoilt(lambda f: torch.save([1], f / OPTIM), rf"{OPTIM} has no 'optimizer_state_dict'")
-
-
-def fixture(name: str, tmp_path: Path) -> Path:
-    with tarfile.open(DATA / f"{name}.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path / name / "checkpoint"
-
-
-def test_metadata_that_no_dcp_has_written_is_named(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint import metadata
-
-    path = fixture("dcp-plain", tmp_path)
-    whole = (path / ".metadata").read_bytes()
-
-    def spoilt(change: Callable[[Any], Any], said: str) -> None:
-        about = pickle.loads(whole)
-        change(about)
-        (path / ".metadata").write_bytes(pickle.dumps(about))
-        with pytest.raises(fsdp.CheckpointError, match=said):
-            fsdp.open_checkpoint(path)
-
-    first = metadata.MetadataIndex("embed.weight", torch.Size([0, 0]), 0)
-    spoilt(lambda m: m.storage_data.pop(first), r"says nothing of where 'embed\.weight' from \[0, 0\] on lies")
-    spoilt(lambda m: m.state_dict_metadata["embed.weight"].chunks.pop(), r"chunks for 42 of the 78 elements of 'embed")
-    spoilt(lambda m: setattr(m.storage_data[first], "relative_path", "../x"), r"names '\.\./x', which lies elsewhere")
-    spoilt(
-        lambda m: setattr(m.storage_data[first], "transform_descriptors", ["zstd"]),
-        r"through \['zstd'\] \(compressed\)",
-    )
-
-
-def test_files_of_ranks_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
-    path = fixture("rank-files", tmp_path)
-    one = path / "model_world_size_2_rank_0.pt"
-
-    def spoilt(change: Callable[[], Any], said: str, undo: Callable[[], Any]) -> None:
-        change()
-        with pytest.raises(fsdp.CheckpointError, match=said):
-            fsdp.open_checkpoint(path)
-        undo()
-
-    extra = path / "model_rank_0.pt"
-    spoilt(lambda: shutil.copy(one, extra), r"has two files of rank 0: ", extra.unlink)
-    other = path / "model_world_size_3_rank_2.pt"
-    spoilt(lambda: shutil.copy(one, other), r"model_world_size_2_rank_0\.pt is of 2 ranks, and .* of 3", other.unlink)
-    third = path / "model_rank_2.pt"
-    spoilt(lambda: shutil.copy(one, third), r"is of \d ranks|is of a mesh \[2\] of ranks", third.unlink)
-    kept = one.read_bytes()
-    spoilt(lambda: torch.save([1], one), r"rank_0\.pt holds a list", lambda: one.write_bytes(kept))
-    optim = path / "optim_rank_2.pt"
-    spoilt(
-        lambda: torch.save({"state": {}}, optim),
-        r"of 2 ranks|weights of 2 ranks and optimizer states of 3",
-        optim.unlink,
-    )
-    with pytest.raises(
-        fsdp.CheckpointError, match=r"rank_0\.pt has DTensors, of which it is one rank's file\. Open the folder"
-    ):
-        fsdp.open_checkpoint(one)
-
-
-def test_folders_of_weights_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
-    folder = tmp_path / "hf"
-    folder.mkdir()
-    save_file({"w": torch.ones(2)}, folder / "a.safetensors")
-    save_file({"w": torch.ones(2)}, folder / "b.safetensors")
-    with pytest.raises(fsdp.CheckpointError, match=r"has 'w' in two files, b\.safetensors and another"):
-        fsdp.open_checkpoint(folder)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../a.safetensors"}}))
-    with pytest.raises(fsdp.CheckpointError, match=r"index\.json is no index of weights: .* lies elsewhere"):
-        fsdp.open_checkpoint(folder)
-    (folder / "model.safetensors.index.json").unlink()
-    (folder / "b.safetensors").unlink()
-    said = {"w": {"saved_offsets": [2]}}
-    for name, tensor in (("a", torch.ones(2)), ("b", torch.ones(2, 1))):
-        save_file({"w": tensor}, folder / f"{name}.safetensors", metadata={"DCP_SHARDING_INFO": json.dumps(said)})
-    with pytest.raises(fsdp.CheckpointError, match=r"'w' in parts of several dtypes or numbers of dims"):
-        fsdp.open_checkpoint(folder)
-    with pytest.raises(fsdp.CheckpointError, match=r"a\.safetensors is one rank's part .* Open the folder"):
-        fsdp.open_checkpoint(folder / "a.safetensors")
-    save_file({"w": torch.ones(2)}, folder / "a.safetensors", metadata={"DCP_SHARDING_INFO": "{"})
-    with pytest.raises(fsdp.CheckpointError, match=r"a\.safetensors: its DCP_SHARDING_INFO is damaged"):
-        fsdp.open_checkpoint(folder / "a.safetensors")
-    path = fixture("hf-dcp", tmp_path)
-    shutil.copy(
-        path / "shard-00002-model-00001-of-00001.safetensors", path / "shard-00004-model-00001-of-00001.safetensors"
-    )
-    with pytest.raises(fsdp.CheckpointError, match=r"elements of|3 shards, one of number 00004"):
-        fsdp.open_checkpoint(path)
-
-
-def test_files_of_torch_save_that_it_would_not_write_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "w.pt"
-    torch.save({"w": torch.ones(4)}, path)
-    with zipfile.ZipFile(path) as archive:
-        records = {name: archive.read(name) for name in archive.namelist()}
-
-    def written(changed: dict[str, bytes | None]) -> Path:
-        with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
-            for name, data in {**records, **changed}.items():
-                if data is not None:
-                    archive.writestr(name, data)
-        return tmp_path / "x.pt"
-
-    root = next(iter(records)).split("/")[0]
-    assert torch.equal(fsdp.open_checkpoint(written({}))["w"], torch.ones(4))
-    wrong: list[tuple[dict[str, bytes | None], str]] = [
-        ({f"{root}/byteorder": b"big"}, "another order of bytes"),
-        ({f"{root}/data/0": None}, "has no 'data/0'"),
-        ({f"{root}/data/0": b"123"}, "a tensor of 4 elements is beyond its 3 bytes"),
-    ]
-    for changed, said in wrong:
-        with pytest.raises(fsdp.CheckpointError, match=rf"x\.pt .*{said}"):
-            fsdp.open_checkpoint(written(changed))
-    torch.save([1], path)
-    with pytest.raises(fsdp.CheckpointError, match=r"w\.pt holds a list; expected a state dict"):
-        fsdp.open_checkpoint(path)
+    return extracted
 
 
 def test_checkpoints_of_this_library_are_read_as_any_other(tmp_path: Path) -> None:
@@ -295,31 +165,10 @@ def test_names_and_layouts_of_flax_become_those_of_torch(tmp_path: Path) -> None
 
 
 @NEEDS
-def test_what_orbax_would_not_have_written_is_named(tmp_path: Path) -> None:
-    def spoilt(arrays: dict[str, torch.Tensor], change: Callable[[Path], Any], said: str) -> None:
-        shutil.rmtree(tmp_path / "a", ignore_errors=True)
-        folder = orbax(tmp_path / "a", arrays)
-        change(folder)
-        with pytest.raises(fsdp.CheckpointError, match=said):
-            dict(fsdp.open_checkpoint(folder).items())
-
-    w = {"w": torch.ones(3, 2)}
-    spoilt(w, lambda f: (f / "w" / "1.0").unlink(), r"a: 'w' is damaged: .*chunk")
-    spoilt(w, lambda f: (f / "w" / ".zarray").write_text("{"), r"a: 'w' is damaged, or missing")
-    spoilt(w, lambda f: shutil.rmtree(f / "w"), r"a: 'w' is damaged, or missing")
-    spoilt(w, lambda f: (f / "_METADATA").write_text("[]"), r"_METADATA is damaged: TypeError")
-    outside = json.dumps({"tree_metadata": {"x": {"key_metadata": [{"key": "../w"}],
-                                                  "value_metadata": {"value_type": "jax.Array"}}}})  # fmt: skip
-    spoilt(w, lambda f: (f / "_METADATA").write_text(outside), r"names a leaf '\.\./w', which lies elsewhere")
-    both = {"a.kernel": torch.ones(2, 2), "a.weight": torch.ones(2, 2)}
-    spoilt(both, lambda f: None, r"'a\.weight' and 'a\.kernel' are both 'a\.weight' here")
-    averages = {"ema.w": torch.zeros(2), "ema2.w": torch.ones(2), "opt.mu.w": torch.ones(2), "opt.nu.w": torch.ones(2)}
-    spoilt(averages, lambda f: None, r"has weights below 'ema' and 'ema2', of which the optimizer may be")
-    there = fsdp.open_checkpoint(orbax(tmp_path / "b", {**averages, "params.w": torch.full((2,), 3.0)}))
+def test_weights_that_are_called_params_are_those_of_the_model(tmp_path: Path) -> None:
+    there = fsdp.open_checkpoint(orbax(tmp_path / "b", {**AVERAGES, "params.w": torch.full((2,), 3.0)}))
     assert torch.equal(there["w"], torch.full((2,), 3.0))
     assert {*there.left} == {"ema.w", "ema2.w"}
-    twice = {"p.w": torch.ones(2), "opt.0.mu.w": torch.ones(2), "opt.1.mu.w": torch.ones(2)}
-    spoilt(twice, lambda f: None, r"has 'mu' of 'w' twice")
 
 
 @NEEDS
@@ -380,3 +229,158 @@ def test_statistics_of_batch_norms_have_no_moments(first: bool, tmp_path: Path) 
         assert torch.equal(found[name]["mean"], optimizer.state[p]["exp_avg"])
     with pytest.raises(fsdp.SpecError, match="names of a mapping are its own"):
         fsdp.load_optimizer_state(state, found, rename=str)
+
+
+# ---------------------------------------------------------------- what nobody would have written
+
+
+def without(pattern: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        for one in folder.glob(pattern):
+            one.unlink()
+
+    return change
+
+
+def metadata(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """A change of what DCP says of a checkpoint."""
+
+    def rewritten(folder: Path) -> None:
+        about = pickle.loads((folder / ".metadata").read_bytes())
+        change(about)
+        (folder / ".metadata").write_bytes(pickle.dumps(about))
+
+    return rewritten
+
+
+def weights(info: Any = None, other: torch.Tensor | None = None) -> Callable[[Path], Path]:
+    """A folder of two files of safetensors, each of which has `w`, and says so of it."""
+
+    def made(folder: Path) -> Path:
+        for name, tensor in (("a", torch.ones(2)), ("b", torch.ones(2) if other is None else other)):
+            said = None if info is None else {"DCP_SHARDING_INFO": info}
+            save_file({"w": tensor}, folder / f"{name}.safetensors", metadata=said)
+        return folder
+
+    return made
+
+
+def records(changed: dict[str, bytes | None]) -> Callable[[Path], None]:
+    """A change of records of a file of torch.save."""
+
+    def rewritten(folder: Path) -> None:
+        torch.save({"w": torch.ones(4)}, folder / "w.pt")
+        with zipfile.ZipFile(folder / "w.pt") as archive:
+            held = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(folder / "x.pt", "w") as archive:
+            for name, data in {**held, **{f"w/{name}": data for name, data in changed.items()}}.items():
+                if data is not None:
+                    archive.writestr(name, data)
+
+    return rewritten
+
+
+def as_it_is(folder: Path) -> None:
+    pass
+
+
+FIRST = MetadataIndex("embed.weight", torch.Size([0, 0]), 0)
+RANK = "model_world_size_2_rank_0.pt"
+INDEX = "model.safetensors.index.json"
+PARTS = json.dumps({"w": {"saved_offsets": [2]}})
+SHARD = "shard-0000{}-model-00001-of-00001.safetensors"
+W, AVERAGES = {"w": torch.ones(3, 2)}, {name: torch.ones(2) for name in ("ema.w", "ema2.w", "opt.mu.w", "opt.nu.w")}
+OUTSIDE = {"tree_metadata": {"x": {"key_metadata": [{"key": "../w"}], "value_metadata": {"value_type": "jax.Array"}}}}
+Change = Callable[[Path], Any]
+Make = Callable[[Path], Path]
+
+
+def zeros(folder: Path) -> Path:
+    return zero(folder / "two", 3)
+
+
+def arrays(held: dict[str, torch.Tensor]) -> Make:
+    return lambda folder: orbax(folder / "a", held)
+
+
+#: what is made, how it is changed, the file that is opened (or the folder), and what the error says
+SPOILT: dict[str, tuple[Make, Change, str, str]] = {
+    "deepspeed: pipelines": (zeros, lambda f: (f / "layer_00-model_states.pt").touch(), "",
+        r"layer_00-model_states\.pt: layers of pipelines"),
+    "deepspeed: no models": (zeros, without("*model_states.pt"), "", r"has no \*_model_states\.pt"),
+    "deepspeed: no optimizers": (zeros, without("*optim_states.pt"), "", r"has no \*_optim_states\.pt"),
+    "deepspeed: a rank": (zeros, without(OPTIM), "", r"lacks the file of rank 0, beside zero_pp_rank_1"),
+    "deepspeed: tensor-parallel": (zeros,
+        lambda f: shutil.copy(f / OPTIM, f / OPTIM.replace("mp_rank_00", "mp_rank_01")), "", r"another tensor-parallel rank"),
+    "deepspeed: a list": (zeros, lambda f: torch.save([1], f / OPTIM), "", rf"{OPTIM} has no 'optimizer_state_dict'"),
+    "dcp: nowhere": (fixture("dcp-plain"), metadata(lambda m: m.storage_data.pop(FIRST)), "",
+        r"says nothing of where 'embed\.weight' from \[0, 0\] on lies"),
+    "dcp: a chunk": (fixture("dcp-plain"), metadata(lambda m: m.state_dict_metadata["embed.weight"].chunks.pop()), "",
+        r"chunks for 42 of the 78 elements of 'embed"),
+    "dcp: elsewhere": (fixture("dcp-plain"),
+        metadata(lambda m: setattr(m.storage_data[FIRST], "relative_path", "../x")), "",
+        r"names '\.\./x', which lies elsewhere"),
+    "dcp: compressed": (fixture("dcp-plain"),
+        metadata(lambda m: setattr(m.storage_data[FIRST], "transform_descriptors", ["zstd"])), "",
+        r"through \['zstd'\] \(compressed\)"),
+    "ranks: one twice": (fixture("rank-files"), lambda f: shutil.copy(f / RANK, f / "model_rank_0.pt"), "",
+        r"has two files of rank 0: "),
+    "ranks: of another world": (fixture("rank-files"),
+        lambda f: shutil.copy(f / RANK, f / "model_world_size_3_rank_2.pt"), "",
+        r"model_world_size_2_rank_0\.pt is of 2 ranks, and .* of 3"),
+    "ranks: of no world": (fixture("rank-files"), lambda f: shutil.copy(f / RANK, f / "model_rank_2.pt"), "",
+        r"is of \d ranks|is of a mesh \[2\] of ranks"),
+    "ranks: a list": (fixture("rank-files"), lambda f: torch.save([1], f / RANK), "", r"rank_0\.pt holds a list"),
+    "ranks: optimizers of more": (fixture("rank-files"), lambda f: torch.save({"state": {}}, f / "optim_rank_2.pt"), "",
+        r"of 2 ranks|weights of 2 ranks and optimizer states of 3"),
+    "ranks: one alone": (fixture("rank-files"), as_it_is, RANK,
+        r"rank_0\.pt has DTensors, of which it is one rank's file\. Open the folder"),
+    "files: a name twice": (weights(), as_it_is, "", r"has 'w' in two files, b\.safetensors and another"),
+    "files: an index that leads away": (weights(),
+        lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"w": "../a.safetensors"}})), "",
+        r"index\.json is no index of weights: .* lies elsewhere"),
+    "files: parts that differ": (weights(PARTS, torch.ones(2, 1)), as_it_is, "",
+        r"'w' in parts of several dtypes or numbers of dims"),
+    "files: one part": (weights(PARTS), as_it_is, "a.safetensors",
+        r"a\.safetensors is one rank's part .* Open the folder"),
+    "files: damaged notes": (weights("{"), as_it_is, "a.safetensors",
+        r"a\.safetensors: its DCP_SHARDING_INFO is damaged"),
+    "files: a shard too many": (fixture("hf-dcp"), lambda f: shutil.copy(f / SHARD.format(2), f / SHARD.format(4)), "",
+        r"elements of|3 shards, one of number 00004"),
+    "torch.save: the order of bytes": (lambda f: f, records({"byteorder": b"big"}), "x.pt",
+        r"x\.pt .*another order of bytes"),
+    "torch.save: no data": (lambda f: f, records({"data/0": None}), "x.pt", r"x\.pt .*has no 'data/0'"),
+    "torch.save: short data": (lambda f: f, records({"data/0": b"123"}), "x.pt",
+        r"x\.pt .*a tensor of 4 elements is beyond its 3 bytes"),
+    "torch.save: a list": (lambda f: f, lambda f: torch.save([1], f / "w.pt"), "w.pt",
+        r"w\.pt holds a list; expected a state dict"),
+    "orbax: a chunk": (arrays(W), lambda f: (f / "w" / "1.0").unlink(), "", r"a: 'w' is damaged: .*chunk"),
+    "orbax: an array's note": (arrays(W), lambda f: (f / "w" / ".zarray").write_text("{"), "",
+        r"a: 'w' is damaged, or missing"),
+    "orbax: an array": (arrays(W), lambda f: shutil.rmtree(f / "w"), "", r"a: 'w' is damaged, or missing"),
+    "orbax: a list": (arrays(W), lambda f: (f / "_METADATA").write_text("[]"), "", r"_METADATA is damaged: TypeError"),
+    "orbax: elsewhere": (arrays(W), lambda f: (f / "_METADATA").write_text(json.dumps(OUTSIDE)), "",
+        r"names a leaf '\.\./w', which lies elsewhere"),
+    "orbax: a name for two": (arrays({"a.kernel": torch.ones(2, 2), "a.weight": torch.ones(2, 2)}), as_it_is, "",
+        r"'a\.weight' and 'a\.kernel' are both 'a\.weight' here"),
+    "orbax: two averages": (arrays(AVERAGES), as_it_is, "",
+        r"has weights below 'ema' and 'ema2', of which the optimizer may be"),
+    "orbax: moments twice": (arrays({"p.w": torch.ones(2), "opt.0.mu.w": torch.ones(2), "opt.1.mu.w": torch.ones(2)}),
+        as_it_is, "", r"has 'mu' of 'w' twice"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=NEEDS) if case.startswith("orbax") else case for case in SPOILT]
+)
+def test_what_nobody_would_have_written_is_named(case: str, tmp_path: Path) -> None:
+    make, change, file, said = SPOILT[case]
+    folder = make(tmp_path)
+    change(folder)
+    with pytest.raises(fsdp.CheckpointError, match=said):
+        dict(fsdp.open_checkpoint(folder / file).items())
+
+
+def test_records_that_are_not_changed_are_read(tmp_path: Path) -> None:
+    records({})(tmp_path)
+    assert torch.equal(fsdp.open_checkpoint(tmp_path / "x.pt")["w"], torch.ones(4))
