@@ -99,39 +99,27 @@ class GPT(nn.Module):
 
 def test_the_state_is_as_if_the_module_had_been_sharded() -> None:
     state, model = init(GPT)
-    params, skeleton = fsdp.functionalize(GPT())
-    assert list(fsdp.full_params(state)) == list(params)
+    module = GPT()
+    params, skeleton = fsdp.functionalize(module)
+    full = fsdp.full_params(state)
+    assert list(full) == list(params)
+    assert full["wte.weight"] is full["head.weight"]
     assert state.units == ("pos", "wte.weight", "blocks.0", "blocks.1", "blocks.2")
-    assert type(model) is GPT
-    assert repr(model) == repr(skeleton)
+    assert state.layout.source[-1] == "wte.weight"
     assert state.between_steps
     assert state.opt == {}
-    for name, p in fsdp.full_params(state).items():
+    for name, p in full.items():
         assert (p.shape, p.dtype, p.device.type) == (params[name].shape, params[name].dtype, "cpu")
-
-
-def test_the_model_computes_as_a_module_with_these_weights() -> None:
-    state, model = init(GPT)
-    module = GPT()
-    module.load_state_dict({**fsdp.full_params(state), "inv_freq": model.inv_freq, "noise": model.noise})
-    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    state, params = fsdp.unshard(state)
-    assert torch.equal(fsdp.bind(model, params)(ids), module(ids))
-
-
-def test_the_skeleton_has_no_weights() -> None:
-    _, model = init(GPT)
-    assert all(p.device.type == "meta" for p in model.parameters())
-    with pytest.raises(fsdp.TreeError, match="bind weights first"):
-        model(torch.tensor([[1]]))
-
-
-def test_tied_weights_are_one_leaf() -> None:
-    params = values(GPT)
-    assert params["wte.weight"] is params["head.weight"]
-    state, model = init(GPT)
-    assert state.layout.source[-1] == "wte.weight"
+    assert type(model) is GPT
+    assert repr(model) == repr(skeleton)
     assert model.wte.weight is not model.head.weight
+    assert all(p.device.type == "meta" for p in model.parameters())
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    with pytest.raises(fsdp.TreeError, match="bind weights first"):
+        model(ids)
+    module.load_state_dict({**full, "inv_freq": model.inv_freq, "noise": model.noise})
+    state, weights = fsdp.unshard(state)
+    assert torch.equal(fsdp.bind(model, weights)(ids), module(ids))
 
 
 def test_frozen_parameters_are_frozen() -> None:
@@ -321,12 +309,6 @@ def test_buffers_have_values() -> None:
     assert model._non_persistent_buffers_set == {"mask"}
 
 
-def test_buffers_are_drawn_from_the_seed() -> None:
-    one, same, other = (init(GPT, seed=seed)[1].noise for seed in (0, 0, 1))
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
-
-
 class Attributes(nn.Module):
     literal: torch.Tensor
     nothing: None
@@ -396,19 +378,20 @@ def test_no_tensor_of_the_model_stays_without_values() -> None:
 # -------------------------------------------------------------------------------- bits
 
 
-def test_the_same_seed_gives_the_same_bits_whatever_the_global_generator_did() -> None:
+def test_bits_are_those_of_the_seed_whatever_the_global_generator_did_which_is_left_alone() -> None:
     torch.manual_seed(1)
-    one = values(GPT, seed=3)
-    torch.manual_seed(2)
+    (one, model), before = init(GPT, seed=3), torch.get_rng_state()
+    same, again = init(GPT, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
     torch.randn(7)
-    assert equal(one, values(GPT, seed=3))
-
-
-def test_another_seed_gives_other_bits() -> None:
-    one, two = values(GPT, seed=3), values(GPT, seed=4)
+    (later, _), (other, differs) = init(GPT, seed=3), init(GPT, seed=4)
+    assert equal(fsdp.full_params(one), fsdp.full_params(same))
+    assert equal(fsdp.full_params(one), fsdp.full_params(later))
+    assert torch.equal(model.noise, again.noise)
+    assert not torch.equal(model.noise, differs.noise)
     for name in ("wte.weight", "pos", "blocks.0.fc.weight"):
-        assert not torch.equal(one[name], two[name])
-    assert init(GPT, seed=4)[0].rng.item() == 4
+        assert not torch.equal(fsdp.full_params(one)[name], fsdp.full_params(other)[name])
+    assert other.rng.item() == 4
 
 
 @pytest.mark.parametrize(
@@ -432,13 +415,6 @@ def test_a_generator_of_the_modules_own_decides_nothing() -> None:
     assert equal(one, same)
     assert torch.equal(generator.get_state(), before)
     assert one["w"].mean().item() == pytest.approx(2, abs=0.1)
-
-
-def test_the_global_generator_is_left_alone() -> None:
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    init(GPT)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_draws_cost_nothing_for_devices_that_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -579,38 +555,27 @@ def test_a_tensor_that_was_made_beside_the_recording_is_refused() -> None:
         init(lambda: One(look, 3))
 
 
-def test_errors_of_the_constructor_are_the_users() -> None:
+def raising(error: Exception) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        raise ValueError("mine")
+        raise error
 
-    with pytest.raises(ValueError, match="mine"):
-        init(make)
-
-
-def test_an_error_without_a_text() -> None:
-    def make() -> nn.Module:
-        raise RuntimeError
-
-    with pytest.raises(SpecError, match="could not be built with tensors that have no values yet"):
-        init(make)
+    return make
 
 
-def test_a_module_without_parameters() -> None:
-    with pytest.raises(fsdp.TreeError, match="no leaves"):
-        init(nn.ReLU)
-
-
-def test_other_shapes_of_specs_are_checked() -> None:
-    with pytest.raises(SpecError, match="matches nothing"):
-        init(GPT, units=["layers.*"])
-
-
-def test_what_is_given_and_returned_is_checked() -> None:
-    spec = Spec(fsdp.local_mesh())
-    with pytest.raises(SpecError, match=r"expected a function that builds the module, as lambda: Linear\(\.\.\.\)"):
-        fsdp.init(nn.Linear(2, 2), spec)
-    with pytest.raises(SpecError, match=r"make\(\) returned a int; expected a module"):
-        fsdp.init(lambda: 3, spec)  # type: ignore[type-var]
+@pytest.mark.parametrize(
+    ("make", "spec", "error", "said"),
+    [
+        (raising(ValueError("mine")), {}, ValueError, "mine"),  # the user's own
+        (raising(RuntimeError()), {}, SpecError, "could not be built with tensors that have no values yet"),
+        (nn.ReLU, {}, fsdp.TreeError, "no leaves"),
+        (GPT, {"units": ["layers.*"]}, SpecError, "matches nothing"),
+        (nn.Linear(2, 2), {}, SpecError, r"expected a function that builds the module, as lambda: Linear\(\.\.\.\)"),
+        (lambda: 3, {}, SpecError, r"make\(\) returned a int; expected a module"),
+    ],
+)
+def test_what_is_refused(make: Any, spec: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        init(make, **spec)
 
 
 def test_construction_may_copy_layers() -> None:
