@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -175,6 +176,7 @@ def test_the_guide_links_to_the_reference_where_a_name_first_appears(page: Path)
     assert not (said & public) - {*defined}, "no link to the reference"
 
 
+@cache
 def pictures() -> ModuleType:
     spec = importlib.util.spec_from_file_location("_pictures", ROOT / "docs" / "_pictures.py")
     assert spec is not None
