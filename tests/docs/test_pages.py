@@ -214,6 +214,12 @@ def test_every_result_says_how_it_was_measured_and_is_on_the_page() -> None:
         assert f"(results/{file.name})" in page, file.name
 
 
+def test_the_surprises_name_tests_that_there_are() -> None:
+    named = re.findall(r"`(tests/\S+\.py)`, `(test_\w+)`", (ROOT / "docs" / "surprises.md").read_text())
+    assert len(named) > 10
+    assert not [(file, name) for file, name in named if f"def {name}(" not in (ROOT / file).read_text()]
+
+
 def test_every_public_name_is_in_the_reference_once() -> None:
     modules = (fsdp, transforms, extend)
     public = [f"{module.__name__}.{one}" for module in modules for one in module.__all__]
