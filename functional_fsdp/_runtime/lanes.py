@@ -13,7 +13,7 @@ A job that yields the name of another lane goes on there (on the CPU it stays wh
 waits for one waits for the point where it was set last. Nobody asks which kind of lanes there are: attributes of
 `HostLanes` say what differs.
 
-A lane of the host is a `Queue` of jobs. The collectives on gloo are a generator: it yields calls that issue
+A lane of the host is a queue of jobs. The collectives on gloo are a generator: it yields calls that issue
 asynchronous works, and goes on when these are done. gloo's own all-gather and reduce-scatter copy through temporary
 buffers; its broadcast and reduce work in place, so here a gather is one broadcast a slice, a reduce-scatter one reduce
 a slice, and an all-reduce both, one after the other. That is several times faster, and makes reduce-scatter and
@@ -34,7 +34,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ from .._common.ranges import ranged
 from .._common.record import QUEUES, Call, Collective, Mark, Steps
 from .._common.torch_names import profiler
 from .._distributed.ballots import Case
-from .agreement import Agreement, Log
+from .agreement import Agreement
 from .restart import POLL, twin
 
 BESIDE = {"side", "control", "reduce"}  # lanes on which it is waited for in the middle of what no plan names
@@ -110,10 +110,13 @@ def gloo(hop: Collective, out: torch.Tensor, given: torch.Tensor, group: Any) ->
             out.copy_(slices[own])
 
 
+_NUMBERS = count(1)
+
+
 class Job:
     """A job on the CPU. It is its own mark, which has passed when it and all jobs before it on its lane are done.
 
-    Its own code (`steps`), issuing (`issue`) and waiting (`pause`) are apart: only a wait can end with "not yet".
+    Its own code (`steps`), issuing (`calls`) and waiting (`pause`) are apart: only a wait can end with "not yet".
     """
 
     __slots__ = (
@@ -129,20 +132,13 @@ class Job:
         self.hops = hops
         self.single = single  # once it has started, all its collectives are issued
         self.ordered = ordered  # starts when all before it are done
-        self.number = 0  # on its lane, from 1
+        self.number = next(_NUMBERS)  # larger than that of each job before it
         self.ordinal = 0  # among the jobs that the log has
         self.calls: list[Call] = []  # what it issues next
         self.works: list[Any] = []  # what it waits for
         self.issued = 0  # calls
         self.started = self.done = False
-        self.awaited = 0  # how many wait for it, who take it on: a destructor may come to `reap` meanwhile
-
-    def issue(self) -> None:
-        """Issue what comes next. After an interrupt call it again to go on."""
-        while self.calls:
-            self.works.append(self.calls[0]())
-            del self.calls[0]
-            self.issued += 1
+        self.awaited = 0  # how many wait for it, who take it on: a destructor may come to `let_go` meanwhile
 
     def pause(self, patience: timedelta | None = None) -> RuntimeError | None:
         """Until all that was issued has ended. With `patience` an error when a work takes longer, or has failed."""
@@ -189,127 +185,6 @@ def _left(steps: Steps, issued: int) -> Steps:
                 yield left
 
 
-class Queue:
-    """A lane on the CPU: jobs under way, oldest first. One starts when that before it has issued all that it will.
-
-    Args:
-        forsake: called with a job whose own code has raised, see `Job.forsake`.
-        issue: issues what a job's own code has come to.
-    """
-
-    def __init__(self, forsake: Callable[[Job], None], issue: Callable[[Job], None]) -> None:
-        self.forsake, self.issue = forsake, issue
-        self.jobs: deque[Job] = deque()
-        self.count = 0
-
-    @uninterruptible
-    def add(self, job: Job, log: Log | None = None) -> None:
-        """The newest job; it starts if it may. What is logged is issued, even if an interrupt comes."""
-        if log is not None:
-            if job.hops:
-                log.append(job.hops)
-            job.ordinal = log.count
-        self.count += 1
-        job.number = self.count
-        jobs = self.jobs
-        free = not jobs or (jobs[-1].started and jobs[-1].single and not job.ordered)
-        jobs.append(job)
-        if not free:
-            self.start()
-            return
-        self.advance(job)
-        if job.done and jobs and jobs[0] is job:
-            jobs.popleft()
-
-    def start(self) -> None:
-        """Forget jobs that are done, and start those that may."""
-        jobs = self.jobs
-        while jobs and jobs[0].done:
-            jobs.popleft()
-        if not jobs or jobs[-1].started:
-            return
-        for before, job in pairwise([None, *jobs]):
-            assert job is not None
-            if not job.started:
-                if before is not None and (job.ordered or not (before.single or before.done)):
-                    return
-                self.advance(job)
-
-    @uninterruptible
-    def advance(self, job: Job, quiet: bool = False) -> None:
-        """Take a job that waits for nothing on to what it waits for next: run its own code up to what it issues, and
-        issue that.
-
-        Args:
-            quiet: what the job's own code raises is no news.
-        """
-        if not job.calls:  # else it was interrupted while it issued them
-            job.started = True
-            try:
-                for item in job.steps:
-                    if not isinstance(item, str) and item:
-                        job.calls = list(item)
-                        break
-                else:
-                    job.done = True
-            except BaseException as error:
-                self.forsake(job)
-                if not quiet or not isinstance(error, Exception):
-                    raise
-        if job.calls:
-            self.issue(job)
-
-    def over(self, job: Job) -> bool:
-        """Whether it and all jobs before it are done, or come to their end without a wait."""
-        self.progress()
-        return not self.jobs or self.jobs[0].number > job.number
-
-    def progress(self) -> None:
-        """Go as far as possible without waiting."""
-        while self.jobs:
-            job = self.jobs[0]
-            if not job.done:
-                if not job.ready():
-                    return
-                job.works = []
-                self.advance(job)
-            self.start()
-
-    def reap(self) -> None:
-        """Forget jobs that are over, and let go of what they hold. Issues nothing."""
-        while self.jobs:
-            job = self.jobs[0]
-            if not job.done:
-                if job.awaited or not (job.single and job.started and job.ready()):
-                    return
-                if getattr(job.steps, "gi_running", False):
-                    return
-                job.works = []
-                self.advance(job)
-            if self.jobs and self.jobs[0] is job:
-                self.jobs.popleft()
-
-    def drain(self, patience: timedelta) -> RuntimeError | None:
-        """Finish every job, in order, for those who wait for what they issue. Returns the error of a work that takes
-        longer, or has failed; call again to go on.
-
-        An error of a job's own code is no news: `forsake` has seen to it that its step is void.
-        """
-        while self.jobs:
-            job = self.jobs[0]
-            job.awaited += 1
-            try:
-                while not job.done:
-                    error = job.pause(patience) if not job.calls else None
-                    if error is not None:
-                        return error
-                    self.advance(job, quiet=True)
-            finally:
-                job.awaited -= 1
-            self.start()
-        return None
-
-
 class Waiting(NamedTuple):
     """What a rank says that waits: on which lane, for which of its jobs, along which axes, for what, how many jobs it
     has issued on each lane, and whether it starts what others need."""
@@ -347,7 +222,7 @@ class HostLanes:
 
     def __init__(self, run: Agreement) -> None:
         self.run = run
-        self.queues = {name: Queue(self._forsake, self._issue) for name in QUEUES}
+        self.queues: dict[str, deque[Job]] = {lane: deque() for lane in QUEUES}
         self.behind: Callable[[Mapping[str, Waiting]], bool] | None = None
 
     def submit(
@@ -361,47 +236,17 @@ class HostLanes:
             single: its collectives all start at once (on the CPU the next job then need not wait for its end).
             ordered: it begins with what the job before it ends with (on the CPU it starts after that one's end).
             mark: an old one that may be used again.
-        """
-        queue = self.queues[lane]
-        if queue.jobs and (ordered or not queue.jobs[-1].single):
-            queue.progress()
-        log = self.run.logs[lane] if self.run.size > 1 else None
-        new = Job(job, lane, hops, single, ordered)
-        if self.run.host_vote is not None and log is not None and hops and lane != "control":
-            self._add(queue, new, log)
-        else:
-            queue.add(new, log)
-        return new
-
-    @uninterruptible
-    def _add(self, queue: Queue, job: Job, log: Log) -> None:
-        """Log a job and start it, unless another rank has issued something else in its place.
 
         Raises:
-            ScheduleError: it has. This rank issues nothing, and the state before the step is valid.
+            ScheduleError: another rank has issued something else in its place. This rank issues nothing, and the state
+                before the step is valid.
         """
-        hop, run = job.hops[0], self.run
-        assert run.host_vote is not None
-        issued = run.issued[job.lane]
-        number = 1 + issued.count + (log.count if log is not issued else 0)  # a captured job has that of its eager twin
-        other = run.host_vote.differs(QUEUES.index(job.lane), number, _code(job.hops))
-        if other is not None:
-            raise self._apart(
-                f"this rank is about to issue {hop.kind} of {hop.bucket!r} ({job.lane} lane, {hop.numel} elements), "
-                f"where rank {run.ranks[other]} issues something else. {SAME}{run.of_several()}"
-            )
-        queue.add(job, log)
-
-    def _forsake(self, job: Job) -> None:
-        """A job's own code has raised. What it did not issue is issued for those who wait."""
-        job.forsake(twin(self.run, job.hops))
-        self.run.void()
-
-    def _issue(self, job: Job) -> None:
-        try:
-            job.issue()
-        except RuntimeError as error:
-            raise self.run.fail(f"{_said(job)} could not be issued", error) from error
+        jobs = self.queues[lane]
+        if jobs and (ordered or not jobs[-1].single):
+            self.progress(lane)
+        new = Job(job, lane, hops, single, ordered)
+        self._add(new)
+        return new
 
     def enqueue(self, lane: str, job: Steps, after: Mark = None, mark: Mark = None) -> Mark:
         """Start a job without collectives on the lane "update", "fetch" or "store", where it goes beside compute.
@@ -412,6 +257,132 @@ class HostLanes:
     def join(self, lane: str) -> None:
         """Compute waits for all that a lane has been given."""
 
+    # ---- queues of jobs
+
+    @uninterruptible
+    def _add(self, job: Job) -> None:
+        """The newest job of its lane, which starts if it may. What is logged is issued, even if an interrupt comes."""
+        run, jobs = self.run, self.queues[job.lane]
+        if run.size > 1:
+            log = run.logs[job.lane]
+            if job.hops:
+                if run.host_vote is not None and job.lane != "control":
+                    issued = run.issued[job.lane]  # a captured job, logged elsewhere, has the number of its eager twin
+                    number = 1 + issued.count + (log.count if log is not issued else 0)
+                    other = run.host_vote.differs(QUEUES.index(job.lane), number, _code(job.hops))
+                    if other is not None:
+                        raise self._differs(job, run.ranks[other])
+                log.append(job.hops)
+            job.ordinal = log.count
+        free = not jobs or (jobs[-1].started and jobs[-1].single and not job.ordered)
+        jobs.append(job)
+        if not free:
+            self._start(jobs)
+            return
+        self.advance(job)
+        if job.done and jobs and jobs[0] is job:
+            jobs.popleft()
+
+    def _differs(self, job: Job, other: int) -> ScheduleError:
+        """The error for a job in whose place another rank of this host issues something else."""
+        hop = job.hops[0]
+        return self._apart(
+            f"this rank is about to issue {hop.kind} of {hop.bucket!r} ({job.lane} lane, {hop.numel} elements), "
+            f"where rank {other} issues something else. {SAME}{self.run.of_several()}"
+        )
+
+    def _start(self, jobs: deque[Job]) -> None:
+        """Forget jobs of a lane that are done, and start those that may: one starts when that before it has issued all
+        that it will."""
+        while jobs and jobs[0].done:
+            jobs.popleft()
+        if not jobs or jobs[-1].started:
+            return
+        for before, job in pairwise([None, *jobs]):
+            assert job is not None
+            if not job.started:
+                if before is not None and (job.ordered or not (before.single or before.done)):
+                    return
+                self.advance(job)
+
+    @uninterruptible
+    def advance(self, job: Job, quiet: bool = False) -> None:
+        """Take a job that waits for nothing on to what it waits for next: run its own code up to what it issues, and
+        issue that. If its own code raises, what it did not issue is issued for those who wait, and its step is void.
+
+        Args:
+            quiet: what the job's own code raises is no news.
+        """
+        if not job.calls:  # else it was interrupted while it issued them
+            job.started = True
+            try:
+                for item in job.steps:
+                    if not isinstance(item, str) and item:
+                        job.calls = list(item)
+                        break
+                else:
+                    job.done = True
+            except BaseException as error:
+                job.forsake(twin(self.run, job.hops))
+                self.run.void()
+                if not quiet or not isinstance(error, Exception):
+                    raise
+        try:
+            while job.calls:
+                job.works.append(job.calls[0]())
+                del job.calls[0]
+                job.issued += 1
+        except RuntimeError as error:
+            raise self.run.fail(f"{_said(job)} could not be issued", error) from error
+
+    def progress(self, lane: str) -> None:
+        """Take the jobs of a lane as far as they go without waiting."""
+        jobs = self.queues[lane]
+        while jobs:
+            job = jobs[0]
+            if not job.done:
+                if not job.ready():
+                    return
+                job.works = []
+                self.advance(job)
+            self._start(jobs)
+
+    def drain(self, lane: str, patience: timedelta) -> RuntimeError | None:
+        """Finish every job of a lane, in order, for those who wait for what they issue. Returns the error of a work
+        that takes longer, or has failed; call again to go on. An error of a job's own code is no news."""
+        jobs = self.queues[lane]
+        while jobs:
+            job = jobs[0]
+            job.awaited += 1
+            try:
+                while not job.done:
+                    error = job.pause(patience) if not job.calls else None
+                    if error is not None:
+                        return error
+                    self.advance(job, quiet=True)
+            finally:
+                job.awaited -= 1
+            self._start(jobs)
+        return None
+
+    def let_go(self, marks: list[Mark]) -> None:
+        """A lineage is gone, and with it what its jobs hold, up to these marks. Issues nothing: this may come at any
+        time, in any thread."""
+        for jobs in self.queues.values():  # jobs hold what they write: forget those that are over
+            while jobs:
+                job = jobs[0]
+                if not job.done:
+                    if job.awaited or not (job.single and job.started and job.ready()):
+                        break
+                    if getattr(job.steps, "gi_running", False):
+                        break
+                    job.works = []
+                    self.advance(job)
+                if jobs and jobs[0] is job:
+                    jobs.popleft()
+
+    # ---- points on lanes
+
     def mark(self, mark: Mark = None) -> Mark:
         """A point on the compute lane, within a job on the job's lane; None on the CPU, where it is the host's present.
         May use an old one again."""
@@ -421,19 +392,22 @@ class HostLanes:
         becomes a CommError."""
         if mark is None:
             return
-        queue = self.queues[mark.lane]
-        jobs = queue.jobs
+        jobs = self.queues[mark.lane]
         while jobs and jobs[0].number <= mark.number:  # all that is before it, too: it may be done already
             job, finish = jobs[0], self._finish
             if profiler._is_profiler_enabled and job.hops:
                 finish = ranged(finish, f"wait {job.lane} {job.hops[0].bucket}")
             if not job.done:
-                finish(queue, job)
-            queue.start()
+                finish(job)
+            self._start(jobs)
 
     def passed(self, mark: Mark) -> bool:
         """Whether nobody would wait for it, now that the host has looked."""
-        return mark is None or self.queues[mark.lane].over(mark)
+        if mark is None:
+            return True
+        self.progress(mark.lane)
+        jobs = self.queues[mark.lane]
+        return not jobs or jobs[0].number > mark.number
 
     def signalling(self, axis: str) -> None:
         """Have what barriers along an axis need. Collective where there is none yet.
@@ -449,21 +423,16 @@ class HostLanes:
     def keep(self, *tensors: torch.Tensor, lanes: tuple[str, ...] = ("reduce", "outer")) -> None:
         """These are given back while lanes may still use them. (A job of the host's holds what it uses.)"""
 
-    def let_go(self, marks: list[Mark]) -> None:
-        """A lineage is gone, and with it what its jobs hold, up to these marks."""
-        for queue in self.queues.values():  # jobs hold what they write: let go of those that are done
-            queue.reap()
-
     def idle(self) -> bool:
         """Whether nothing is under way, and no memory knows the communicators: others may use them."""
-        return all(job.ready() for queue in self.queues.values() for job in queue.jobs)
+        return all(job.ready() for jobs in self.queues.values() for job in jobs)
 
     def synchronize(self) -> None:
         """The host waits until the device has done all that it was given."""
 
     # ---- waiting
 
-    def _finish(self, queue: Queue, job: Job) -> None:
+    def _finish(self, job: Job) -> None:
         """Wait for a job. Only that a work has not ended means "not yet": what its own code raises goes on its way."""
         run, begun, patience = self.run, self.run.medium.now(), FIRST
         job.awaited += 1
@@ -471,36 +440,49 @@ class HostLanes:
             while not job.done:
                 error = job.pause(patience) if job.works and not job.calls else None
                 if error is None:
-                    queue.advance(job)
+                    self.advance(job)
                     continue
                 patience = min(2 * patience, POLL)
-                for other in self.queues.values():  # a peer may wait for what a job on another lane issues next
-                    other.progress()
+                for lane in self.queues:  # a peer may wait for what a job on another lane issues next
+                    self.progress(lane)
                 run.listen(_said(job), begun, error, job.failed(), lambda: self._short(job))
-                if run.capturing:
-                    continue  # its jobs have numbers of their own, which say nothing to peers
-                try:
-                    counts = {name: log.count for name, log in run.issued.items()}
-                    axes = [*{hop.axis for hop in job.hops}]
-                    this = Waiting(dist.get_rank(), job.lane, job.ordinal, axes, job.hops[0].bucket, counts, False)
-                    waiting = self._waiting()
-                    awaited = [peer for peer in waiting if self._lacking(peer, [this])]
-                    before = {peer.lane: peer for peer in self._late(this, awaited, waiting)}
-                    follows = job.lane in BESIDE and self._follows(before)
-                    if before and follows:
-                        patience = FIRST
-                        continue
-                    if run.store.check([told := f"apart/{run.meetings}"]):
-                        run.void()
-                        raise ScheduleError(run.store.get(told).decode())
-                    for peer in self._late(this, awaited, [peer for peer in waiting if not peer.helps]):
-                        self._part(job, peer)
-                    said = this._replace(helps=follows)
-                    run.store.set(f"waits/{run.meetings}/{said.rank}", json.dumps(said))
-                except dist.DistError as why:
-                    raise run.fail(f"{_said(job)} failed: the ranks' store cannot be reached", why) from why
+                if not run.capturing and self._help(job):  # else its jobs have numbers that say nothing to peers
+                    patience = FIRST
         finally:
             job.awaited -= 1
+
+    # ---- peers that wait for this rank while it waits
+
+    def _help(self, job: Job) -> bool:
+        """Start what peers wait for who have to come first, for this rank to go on. Whether it could; else peers are
+        told that it waits.
+
+        Raises:
+            ScheduleError: this rank and a peer wait for each other. CommError: the ranks' store is gone.
+        """
+        run, this = self.run, self._as_told(job)
+        try:
+            waiting = self._waiting()
+            awaited = [peer for peer in waiting if self._lacking(peer, [this])]
+            before = {peer.lane: peer for peer in self._late(this, awaited, waiting)}
+            follows = job.lane in BESIDE and self._follows(before)
+            if before and follows:
+                return True
+            if run.store.check([told := f"apart/{run.meetings}"]):
+                run.void()
+                raise ScheduleError(run.store.get(told).decode())
+            for peer in self._late(this, awaited, [peer for peer in waiting if not peer.helps]):
+                self._part(job, peer)
+            run.store.set(f"waits/{run.meetings}/{this.rank}", json.dumps(this._replace(helps=follows)))
+        except dist.DistError as why:
+            raise run.fail(f"{_said(job)} failed: the ranks' store cannot be reached", why) from why
+        return False
+
+    def _as_told(self, job: Job) -> Waiting:
+        """What this rank says while it waits for a job."""
+        counts = {lane: log.count for lane, log in self.run.issued.items()}
+        axes = [*{hop.axis for hop in job.hops}]
+        return Waiting(dist.get_rank(), job.lane, job.ordinal, axes, job.hops[0].bucket, counts, False)
 
     def _follows(self, before: Mapping[str, Waiting]) -> bool:
         """Whether this rank has started some of what peers wait for who are before it, or would."""

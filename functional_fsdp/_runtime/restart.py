@@ -140,9 +140,9 @@ def _read(run: Any, prefix: str, ranks: Iterable[int]) -> list[bytes]:
 
 def _progress(run: Any) -> None:
     """Take what is under way as far as it goes: a rank that still waits for a job lets it end before it comes here."""
-    for queue in run.lanes.queues.values():
+    for lane in QUEUES:
         try:
-            queue.progress()
+            run.lanes.progress(lane)
         except CommError:
             raise
         except Exception:  # of a job's own code: its step is void, and what it did not issue is issued by its twin
@@ -171,10 +171,10 @@ def _catch_up(run: Any, name: str, counts: list[int], prefix: str) -> None:
 
 def _drain(run: Any, name: str) -> None:
     """Finish what is in flight on a lane: every rank that takes part is here."""
-    queue, begun = run.lanes.queues[name], run.medium.now()
-    while (error := queue.drain(POLL)) is not None:
+    lanes, begun = run.lanes, run.medium.now()
+    while (error := lanes.drain(name, POLL)) is not None:
         what = f"restart: what was in flight on the {name} lane never came to an end: it"
-        run.listen(what, begun, error, failed=queue.jobs[0].failed(), restarts=False)
+        run.listen(what, begun, error, failed=lanes.queues[name][0].failed(), restarts=False)
 
 
 def twin(run: Any, hops: tuple[Collective, ...]) -> Steps:

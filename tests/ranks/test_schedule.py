@@ -163,7 +163,7 @@ def equal(a: Tree, b: Tree) -> bool:
 
 def jobs(state: fsdp.State) -> list[Any]:
     """What is on the lanes; also of other states, which a failed test may have left there."""
-    return [job for queue in state._executor.run.lanes.queues.values() for job in queue.jobs]
+    return [job for queue in state._executor.run.lanes.queues.values() for job in queue]
 
 
 def idle(state: fsdp.State, before: Sequence[Any] = ()) -> bool:

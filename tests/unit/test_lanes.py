@@ -3,6 +3,7 @@ on the CPU, with works that end when the test says so."""
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given
 
 from functional_fsdp._common.record import Collective, Steps, together
-from functional_fsdp._runtime.lanes import Job, Queue
+from functional_fsdp._runtime.lanes import HostLanes, Job
 from functional_fsdp._runtime.stream_lanes import StreamLanes
 from functional_fsdp._storage.weights import Loan, Place
 
@@ -99,7 +100,7 @@ class Issuing(Remembered):
 
 def test_a_collective_that_could_not_be_issued_is_issued_for_those_who_wait() -> None:
     """The second of two raises, and the first is issued: peers wait for the second, and not for the first again."""
-    hops = tuple(Collective("all_reduce", "dp", n, torch.float32, "sum", "reduce", "") for n in (2, 3))
+    two = hops(2, 3)
     issued: list[int] = []
 
     def all_reduce(out: torch.Tensor, **_: Any) -> None:
@@ -112,13 +113,13 @@ def test_a_collective_that_could_not_be_issued_is_issued_for_those_who_wait() ->
     run.collective = lambda hop, out, given: streams.collective(hop, out, given, None)
 
     def job() -> Steps:
-        for hop in hops:
+        for hop in two:
             yield from run.collective(hop, one := torch.ones(hop.numel), one)
 
     with patch("torch.distributed.all_reduce", all_reduce), pytest.raises(RuntimeError, match="out of memory"):
-        streams.submit("reduce", hops, job())
+        streams.submit("reduce", two, job())
     assert issued == [2, 3]
-    assert run.logs == {"reduce": [hops]}
+    assert run.logs == {"reduce": [two]}
 
 
 # ---------------------------------------------------------------- jobs on the CPU
@@ -141,22 +142,21 @@ class Work:
             raise self.error
 
 
-class Lane:
-    """A queue whose jobs issue works that the test ends. What is forsaken is issued by a twin."""
+class Lane(HostLanes):
+    """A lane whose jobs issue works that the test ends. What a job's own code did not issue, its twin does."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []
-        self.queue = Queue(self.forsake, Job.issue)
+        run: Any = SimpleNamespace(size=1, sizes={}, device=torch.device("cpu"), void=lambda: None)
+        run.collective = lambda hop, *_: iter([[self.call] * hop.numel])
+        super().__init__(run)
 
     def call(self) -> Work:
         self.works.append(Work())
         return self.works[-1]
 
-    def forsake(self, job: Job) -> None:
-        job.forsake(iter([[self.call] * n for n in job.hops]))
-
-    def job(self, *sizes: int, single: bool = False, ordered: bool = False, dies: int = -1) -> Job:
-        """One that issues so many works in each of its parts; before the part `dies` its own code raises."""
+    def give(self, *sizes: int, single: bool = False, ordered: bool = False, dies: int = -1) -> Any:
+        """A job that issues so many works in each of its parts; before the part `dies` its own code raises."""
 
         def steps() -> Steps:
             for i, n in enumerate(sizes):
@@ -166,92 +166,94 @@ class Lane:
             if dies == len(sizes):
                 raise RuntimeError("can't allocate memory")
 
-        return Job(steps(), "lane", sizes, single, ordered)
+        return self.submit("gather", hops(*sizes), steps(), single=single, ordered=ordered)
+
+    @property
+    def jobs(self) -> deque[Job]:
+        return self.queues["gather"]
+
+
+def hops(*sizes: int) -> tuple[Collective, ...]:
+    return tuple(Collective("all_reduce", "dp", n, torch.float32, "sum", "gather", "") for n in sizes)
 
 
 def test_a_mark_has_passed_when_all_before_it_are_done() -> None:
     """A job without a collective is done at once, while those before it are in flight."""
     lane = Lane()
-    first, empty = lane.job(1, single=True), lane.job(single=True)
-    for job in (first, empty):
-        lane.queue.add(job)
+    first, empty = lane.give(1, single=True), lane.give(single=True)
     assert empty.done
-    assert not lane.queue.over(empty)
+    assert not lane.passed(empty)
     lane.works[0].over = True
-    lane.queue.progress()
+    assert lane.passed(empty)
     assert first.done
-    assert lane.queue.over(empty)
-    assert not lane.queue.jobs
+    assert not lane.jobs
 
 
 def test_a_job_starts_when_the_one_before_has_issued_all() -> None:
     lane = Lane()
-    jobs = [lane.job(1, single=True), lane.job(1, 1), lane.job(1, single=True), lane.job(1, single=True, ordered=True)]
-    for job in jobs:
-        lane.queue.add(job)
+    jobs = [lane.give(1, single=True), lane.give(1, 1), lane.give(1, single=True)]
+    jobs.append(lane.give(1, single=True, ordered=True))
     assert [job.started for job in jobs] == [True, True, False, False]
     for n in (2, 3, 4, 5):  # of works; one more each time that those there are have ended
         assert len(lane.works) == n
         for work in lane.works:
             work.over = True
-        lane.queue.progress()
+        lane.progress("gather")
     assert all(job.done for job in jobs)
 
 
 def test_what_a_jobs_own_code_raises_is_no_not_yet() -> None:
     lane = Lane()
-    job = lane.job(2, 3, 1, dies=2)
-    lane.queue.add(job)
+    job = lane.give(2, 3, 1, dies=2)
     error = job.pause(timedelta(seconds=0.01))
     assert str(error) == "not yet"
     assert error is not None
     assert error.__traceback__ is None  # which would keep what the callers of `pause` have, as they keep the error
     for work in lane.works:
         work.over = True
-    lane.queue.progress()
+    lane.progress("gather")
     assert len(lane.works) == 5
     for work in lane.works:
         work.over = True
     with pytest.raises(RuntimeError, match="allocate memory"):
-        lane.queue.progress()
-    assert lane.queue.jobs[0] is job
-    lane.queue.progress()
+        lane.progress("gather")
+    assert lane.jobs[0] is job
+    lane.progress("gather")
     assert len(lane.works) == 6  # peers wait for what it would have issued
     lane.works[-1].over = True
-    assert lane.queue.drain(timedelta(seconds=0.01)) is None
-    assert not lane.queue.jobs
+    assert lane.drain("gather", timedelta(seconds=0.01)) is None
+    assert not lane.jobs
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.data())
 def test_a_job_that_dies_issues_as_many_as_its_peers(sizes: list[int], data: Any) -> None:
     """Wherever its own code raises, also while the lane is drained, and where it had nothing left to issue."""
     lane = Lane()
-    job = lane.job(*sizes, dies=data.draw(st.integers(0, len(sizes))))
     with suppress(RuntimeError):
-        lane.queue.add(job)
+        lane.give(*sizes, dies=data.draw(st.integers(0, len(sizes))))
+    job = lane.jobs[0]
     for _ in range(2 * len(sizes) + 2):
         for work in lane.works:
             work.over = True
         if data.draw(st.booleans()):
-            lane.queue.drain(timedelta(seconds=0.01))
+            lane.drain("gather", timedelta(seconds=0.01))
         else:
             with suppress(RuntimeError):
-                lane.queue.progress()
+                lane.progress("gather")
     assert job.done
     assert job.issued == len(lane.works) == sum(sizes)
 
 
 def test_a_work_that_failed_is_told_from_one_that_is_late() -> None:
     lane = Lane()
-    job = lane.job(2)
-    lane.queue.add(job)
+    job = lane.give(2)
     assert not job.failed()
     lane.works[1].over, lane.works[1].error = True, RuntimeError("connection closed")
     assert job.failed()
-    lane.queue.progress()  # whoever waits for it hears of it, nobody else
+    lane.progress("gather")  # whoever waits for it hears of it, nobody else
     assert not job.done
     lane.works[0].over = True
-    assert str(lane.queue.drain(timedelta(seconds=0.01))) == "connection closed"
+    assert str(lane.drain("gather", timedelta(seconds=0.01))) == "connection closed"
 
 
 def test_interrupted_issuing_goes_on_where_it_was() -> None:
@@ -264,10 +266,10 @@ def test_interrupted_issuing_goes_on_where_it_was() -> None:
             raise KeyboardInterrupt
         return lane.call()
 
-    job = Job(iter([[call, call, call]]), "lane", (3,))
     with pytest.raises(KeyboardInterrupt):
-        lane.queue.add(job)
-    lane.queue.advance(job)
+        lane.submit("gather", hops(3), iter([[call, call, call]]))
+    job = lane.jobs[0]
+    lane.advance(job)
     assert len(lane.works) == job.issued == 3
 
 
@@ -278,22 +280,21 @@ def test_a_destructor_that_comes_while_a_job_is_waited_for_leaves_it_alone() -> 
     class Reaps(Work):
         def wait(self, patience: timedelta | None = None) -> None:
             self.over = True
-            lane.queue.reap()
+            lane.let_go([])
 
     def steps() -> Steps:
         for _ in range(2):
             lane.works.append(Reaps())
             yield [lambda: lane.works[-1]]
 
-    first, last = Job(steps(), "lane", (1, 1), single=True), lane.job(1, single=True)
-    for job in (first, last):
-        lane.queue.add(job)
+    first = lane.submit("gather", hops(1, 1), steps(), single=True)
+    last = lane.give(1, single=True)
     lane.works[1].over = True
-    assert lane.queue.drain(timedelta(seconds=0.01)) is None
+    assert lane.drain("gather", timedelta(seconds=0.01)) is None
     assert first.done
     assert last.done
     assert first.issued == 2
-    assert not lane.queue.jobs
+    assert not lane.jobs
 
 
 def test_together_dies_with_each_of_its_jobs() -> None:
