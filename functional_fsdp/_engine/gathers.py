@@ -380,23 +380,27 @@ class Gathers:
 
     # ---------------------------------------------------------------- unshard
 
-    def plan_unshard(self, names: tuple[str, ...], off_plan: bool) -> Move:
+    def plan_unshard(self, names: tuple[str, ...]) -> Move:
         """What follows where units are asked for. Changes nothing.
 
         Raises:
             ScheduleError: a gather would write over a unit that was not released.
         """
         progress = self.progress
-        if off_plan or progress.recording:
-            return progress.position, tuple([("unplanned", name) for name in names])
+        if progress.recording:
+            return self.off_plan(names)
         if self.unplanned:
             names = self._by_plan(names)
             if not names:
                 return progress.position, ()
         if self.copied and any(self.copied.lie_over(progress.plan, name) for name in names):
-            return progress.position, tuple([("unplanned", name) for name in names])
+            return self.off_plan(names)
         known = progress.position.moves.get(("unshard", names))  # nearly always: `Progress.move`, without a call
         return known or progress.move("unshard", names)
+
+    def off_plan(self, names: Sequence[str]) -> Move:
+        """What follows where units are asked for, and this is no use of the plan, even if it expects one."""
+        return self.progress.position, tuple([("unplanned", name) for name in names])
 
     def lend(self, state: Stored, names: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
         """The weights of units whose gathers were started, once they are there."""

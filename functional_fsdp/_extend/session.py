@@ -2,7 +2,7 @@
 
 Session(state, verb, order)    the call may use this state; the plan goes by its order
 begin                          a forward that trains begins
-  unshard, release             the verbs, for each unit (`outside=True`: off the plan)
+  unshard, release             the verbs, for each unit; `Session.unshard` where the schedule shall know nothing of it
 turn                           the forward is over; is a microbatch to follow?
 expect, skip                   which gradients will come, and which will not
   unshard, reduce, release
@@ -28,9 +28,11 @@ from typing import Any
 
 import torch
 
+from .._common.calls import verb
 from .._common.device import default_generator
 from .._common.errors import ScheduleError
 from .._common.tracing import refuse, traced_as
+from .._graph.traced import unshard as traced_unshard
 from .._plan.program import DefaultOrder, Program
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.schedule import Order
@@ -312,6 +314,17 @@ class Session:
         return self._before
 
     # ---------------------------------------------------------------- where weights lie
+
+    @staticmethod
+    @verb(traced_unshard)
+    def unshard(state: State, units: Sequence[str]) -> tuple[State, dict[str, dict[str, torch.Tensor]]]:
+        """As `fsdp.unshard`, but no use of the schedule, even if it expects one. The units are gathered into bytes of
+        their own, the same ones each time, and compute waits for it; every rank must do the same."""
+        lineage, executor = state.version.lineage, state._executor
+        lineage.enter(state.version.serial, "unshard")
+        with lineage:
+            weights = executor.unshard(state, units, executor.gathers.off_plan(units))
+            return lineage.advance(state, ("unshard", units), executor.reductions.grads or state.grads), weights
 
     def off_plan(self, units: Iterable[str]) -> list[str]:
         """Of these units, those that are gathered off the plan."""

@@ -524,7 +524,7 @@ def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: str, wh
 # ---------------------------------------------------------------- unshard and release
 
 
-def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: bool = False) -> tuple[State, Any]:
+def unshard(state: State, unit: str | Sequence[str] | None = None) -> tuple[State, Any]:
     graph_plan = graph_plan_of(state, "unshard")
     if unit is None:
         views: Weights = {}
@@ -540,7 +540,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
     given: dict[str, Weights] = {}
     cursor = trace_of(state).cursor
     for name in sorted(names, key=lambda name: _ahead(graph_plan, name, cursor)):
-        state, given[name] = _beside(state, graph_plan, name) if outside else _use(state, graph_plan, name)
+        state, given[name] = _use(state, graph_plan, name)
     given = {name: given[name] for name in names}
     return state, given[unit] if isinstance(unit, str) else given
 
@@ -574,17 +574,6 @@ def _use(state: State, graph_plan: GraphPlan, name: str) -> tuple[State, Weights
     return state._evolve(
         version=trace.but(cursor=cursor, issued=issued, flying=flying, ready=ready, held=held)
     ), weights
-
-
-def _beside(state: State, graph_plan: GraphPlan, name: str) -> tuple[State, Weights]:
-    """One unit's weights, without a use of the program."""
-    trace, one = trace_of(state), graph_plan.units[name]
-    if name in trace.held:
-        return state, trace.ready[name][0]
-    weights = _weights(one, _whole(graph_plan, _gather(state, graph_plan, one, True)))
-    ready = {**trace.ready, name: (weights, -1)}
-    held = (*trace.held, name)
-    return state._evolve(version=trace.but(ready=ready, held=held)), weights
 
 
 def _ahead(graph_plan: GraphPlan, name: str, cursor: int) -> int:

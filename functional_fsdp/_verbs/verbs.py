@@ -42,19 +42,17 @@ def no_unit(state: State, name: Any, verb: str) -> ScheduleError:
 @overload
 def unshard(state: State) -> tuple[State, Any]: ...
 @overload
-def unshard(state: State, unit: str, *, outside: bool = False) -> tuple[State, Weights]: ...  # type: ignore[overload-overlap]
+def unshard(state: State, unit: str) -> tuple[State, Weights]: ...  # type: ignore[overload-overlap]
 @overload
-def unshard(state: State, unit: Sequence[str], *, outside: bool = False) -> tuple[State, dict[str, Weights]]: ...
+def unshard(state: State, unit: Sequence[str]) -> tuple[State, dict[str, Weights]]: ...
 @verb(provided("graph.unshard"))
-def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: bool = False) -> tuple[State, Any]:
+def unshard(state: State, unit: str | Sequence[str] | None = None) -> tuple[State, Any]:
     """Gather weights: shards [n / ranks] -> leaves of their global shapes, in the compute dtype. What is gathered in
     float8 is a `Float8Weight`.
 
     Args:
         state: the newest state of a step, or the state between steps.
         unit: None for the whole tree; the name of one unit; or several names.
-        outside: this is no use of the schedule, even if it expects one. The unit is gathered into bytes of its own, the
-            same ones each time, and compute waits for it; every rank must do the same.
 
     Returns:
         The new state and the weights. The whole tree has the structure that was sharded, its tensors are yours as long
@@ -97,7 +95,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
             raise no_unit(state, name, "unshard")
     lineage.enter(state.version.serial, "unshard")
     executor = lineage.executor or state._executor
-    move = executor.gathers.plan_unshard(names, outside)
+    move = executor.gathers.plan_unshard(names)
     with lineage:
         weights = executor.unshard(state, names, move)
         new = lineage.advance(state, ("unshard", names), executor.reductions.grads or state.grads)

@@ -25,7 +25,7 @@ from functional_fsdp import Schedule, ScheduleError, Spec, StaleStateError, laun
 from functional_fsdp import transforms as T
 from functional_fsdp._runtime.runtime import runtime_of
 from functional_fsdp._transports.cuda_driver import call
-from functional_fsdp.extend import Ranks
+from functional_fsdp.extend import Ranks, Session
 from functional_fsdp.transforms._cuda_graph.capturing import captured
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic matrix products
@@ -220,7 +220,7 @@ def refused() -> dict[str, str]:
         return eager_step(state, x, y)
 
     def outside(state: fsdp.State, x: torch.Tensor, y: torch.Tensor) -> Any:
-        state, _ = fsdp.unshard(state, "head", outside=True)
+        state, _ = Session.unshard(state, ("head",))
         state = fsdp.release(state, "head")
         return eager_step(state, x, y)
 

@@ -19,6 +19,7 @@ from gpu.traces import recorded
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, launch
 from functional_fsdp import transforms as T
+from functional_fsdp.extend import Session
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic matrix products
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("fresh_workers")]
@@ -166,8 +167,8 @@ def read_before(how: str) -> tuple[bool, bool]:
     else:
         unit = state.units[0]
         with pytest.warns(UserWarning, match="not what the schedule expects"):
-            state, w = fsdp.unshard(state, unit, outside=True)
-        kept = {f"{unit}.{key}": weight.clone() for key, weight in w.items()}
+            state, w = Session.unshard(state, (unit,))
+        kept = {f"{unit}.{key}": weight.clone() for key, weight in w[unit].items()}
         state = fsdp.release(state, unit)
     state = fsdp.step(state)
     same = all(torch.equal(weight, expected[path]) for path, weight in kept.items())

@@ -34,7 +34,7 @@ from functional_fsdp._runtime.runtime import runtime_of
 from functional_fsdp._seams import torch_private
 from functional_fsdp._transports import auto, symmetric
 from functional_fsdp._transports.cuda_driver import driver
-from functional_fsdp.extend import Ranks
+from functional_fsdp.extend import Ranks, Session
 from functional_fsdp.transforms._cuda_graph import graphed as graphs
 from functional_fsdp.transforms._cuda_graph.capturing import (
     GraphBuffers,
@@ -545,7 +545,7 @@ def test_a_use_outside_the_plan_cannot_be_captured() -> None:
         pytest.raises(ScheduleError, match=r"unshard\('layers.1'\) is not what the schedule expects.*captured step"),
         capture.recording(),
     ):
-        fsdp.unshard(state, "layers.1", outside=True)
+        Session.unshard(state, ("layers.1",))
     run = state.version.lineage.runtime
     assert not run.capturing
     assert run.logs is run.issued

@@ -23,6 +23,7 @@ from functional_fsdp import Schedule, TreeError
 from functional_fsdp._optim.optimizer import portions
 from functional_fsdp._runtime.lanes import HostLanes
 from functional_fsdp._verbs.step import _beside, apply_optimizer, counting, in_place, keep, put_back
+from functional_fsdp.extend import Session
 
 PRESETS = ("zero3", "zero2", "zero1", "hsdp", "hfsdp", "ddp")
 
@@ -85,7 +86,7 @@ def looked(how: str) -> tuple[int, int]:
         state, _ = fsdp.unshard(state)
     elif how == "outside":
         with pytest.warns(UserWarning, match="not what the schedule expects"):
-            state, _ = fsdp.unshard(state, "tail", outside=True)
+            state, _ = Session.unshard(state, ("tail",))
     elif how == "full_params":
         fsdp.full_params(state)
     elif how == "copy":

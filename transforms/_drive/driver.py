@@ -285,7 +285,7 @@ class Driver:
         except Collision:  # of what is recomputed, or done and not known to be: what is held stays where it is
             others = units
         if others:
-            self.state, found = unshard(self.state, others, outside=True)
+            self.state, found = self.session.unshard(self.state, others)
             self.weights.update(found)
         if self.session.fallback:
             self.outside.update(self.session.off_plan(units))
