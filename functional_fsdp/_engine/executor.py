@@ -77,8 +77,8 @@ class Progress:
         Raises:
             ScheduleError: as `advance`.
         """
-        found = self.position.moves.get((kind, units))  # nearly always
-        return self.positions.move(self.position, (kind, units)) if found is None else found
+        known = self.position.moves.get((kind, units))  # nearly always
+        return known or self.positions.move(self.position, (kind, units))
 
     def make(self, move: Move) -> tuple[Action, ...]:
         """The event happens. Returns what is to be done, in order."""

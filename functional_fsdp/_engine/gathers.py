@@ -61,6 +61,7 @@ from .._plan.route import Route
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.spec import Spec, Traits, Transport
 from .._storage.weights import (
+    VERSION,
     BucketPlace,
     Filling,
     Gathered,
@@ -160,14 +161,12 @@ class Carrier:
 
     def fill(self, place: Place, state: Stored) -> Filling:
         """The job that gathers a unit, from the shards of its buckets: parts travel together."""
-        if len(place.parts) == 1:
-            (part,) = place.parts
+        jobs: list[Steps] = []
+        for part in place.parts:
             name = part.bucket.name  # below: `read`, without a call
             source = state.weights[name] if name in state.weights else state.main[name]
-            return place.issued, self.gather(place, part, source.local, True), place.single
-        parts = enumerate(place.parts)
-        jobs = [self.gather(place, part, read(state, part.bucket).local, i == 0) for i, part in parts]
-        return place.issued, together(jobs), place.single
+            jobs.append(self.gather(place, part, source.local, not jobs))
+        return place.issued, jobs[0] if len(jobs) == 1 else together(jobs), place.single
 
     def gather(self, place: Place, part: BucketPlace, source: torch.Tensor, first: bool = False) -> Steps:
         """Bring one bucket to its place, as a part of a job: `yield from self.run.collective(record, out, given)`.
@@ -417,9 +416,7 @@ class Gathers:
                 place = self.arena.place(state, name)
             loan = place.loan
             if not loan.held:  # `Loan.lend`, without a call
-                loan.count, loan.held = 0, True
-                for base in loan.bases:
-                    loan.count += base._version
+                loan.versions, loan.held = [*map(VERSION, loan.bases)], True
             lent[name] = dict(loan.weights)
         return lent
 
@@ -517,13 +514,9 @@ class Gathers:
         else:
             places = self.arena.places
             for name in names:
-                if name in places and places[name].loan.held:  # `Loan.unchanged`, without a call
-                    loan = places[name].loan
-                    count = loan.count
-                    for base in loan.bases:
-                        count -= base._version
-                    if count:
-                        self.written.append(name)
+                loan = places[name].loan if name in places else None  # below: `Loan.unchanged`, without a call
+                if loan is not None and loan.held and loan.versions != [*map(VERSION, loan.bases)]:
+                    self.written.append(name)
         if progress.position.cursor.agreed:
             return progress.position, tuple([("free", name) for name in names])
         return progress.position.moves.get(("release", names)) or progress.move("release", names)
@@ -615,13 +608,12 @@ class Gathers:
             if (flying := self.flying.pop(unit, None)) is not None:
                 self.run.lanes.wait(flying.gathered)
             return self.released.pop(unit, None)
-        units = plan.by_name
-        begin, end = units[unit].address, units[unit].address + units[unit].nbytes  # below: `Plan.share`, without calls
-        for name in (*self.flying,):
-            if units[name].address < end and begin < units[name].address + units[name].nbytes:
-                self.run.lanes.wait(self.flying.pop(name).gathered)  # skipped: nobody waited for it
+        begin, end = plan.by_name[unit].address, plan.by_name[unit].address + plan.by_name[unit].nbytes
         mark = None
-        for name in (*self.released,):  # in order of release
-            if units[name].address < end and begin < units[name].address + units[name].nbytes:
-                mark = self.released.pop(name)
+        for name in (*self.flying, *self.released):  # these in order of release
+            other = plan.by_name[name]
+            if other.address < end and begin < other.address + other.nbytes:  # `Plan.overlap`, without a call
+                if name in self.flying:  # it was skipped: nobody waited for it
+                    self.run.lanes.wait(self.flying.pop(name).gathered)
+                mark = self.released.pop(name, mark)
         return mark

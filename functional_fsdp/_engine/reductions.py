@@ -139,19 +139,16 @@ class Reductions:
 
     def issue(self, due: Iterable[tuple[int, bool]]) -> None:
         """Reduce what is due, in order: gradients that have come, or zeros."""
-        for index, given in due:
-            self._start(index, self.early.pop(index) if given else ())
-
-    def _start(self, index: int, values: Values) -> None:
-        """Start reduction number `index` of the plan."""
-        unit = self.layout.by_name[self.progress.plan.reductions[index].unit]
-        reduce = self.staging.reduce
-        if profiler._is_profiler_enabled:
-            reduce = ranged(reduce, f"reduce gradients of {unit.name}")
-        reduce(index, unit, values, self.grads, self.last)
-        if unit.name in self.gathers.flying:  # `read_while_gathered`, without a call
-            self.sink.touched(unit)
-        self.digest = zlib.crc32(unit.name.encode(), self.digest)
+        for index, came in due:
+            values = self.early.pop(index) if came else ()
+            unit = self.layout.by_name[self.progress.plan.reductions[index].unit]
+            reduce = self.staging.reduce
+            if profiler._is_profiler_enabled:
+                reduce = ranged(reduce, f"reduce gradients of {unit.name}")
+            reduce(index, unit, values, self.grads, self.last)
+            if unit.name in self.gathers.flying:  # `read_while_gathered`, without a call
+                self.sink.touched(unit)
+            self.digest = zlib.crc32(unit.name.encode(), self.digest)
 
     def read_while_gathered(self, unit: str) -> None:
         """A gather for which compute has not waited when the gradient came may read main weights after that."""

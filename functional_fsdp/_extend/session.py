@@ -307,7 +307,7 @@ class Session:
             return state
         with self._lineage:
             if not self._executor.progress.recording:
-                self._executor.happen(state, "look")  # starts what peers started
+                self._executor.happen(state, "step")  # starts what peers started
             self._executor.reset()
             self._lineage.rest(f"{self._verb}()")
         self._lineage.looked()

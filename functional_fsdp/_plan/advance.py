@@ -35,7 +35,6 @@ for a unit whose turn is over begins the next round.
 | "close"              | this rank comes to nothing more in this pass                                               |
 | "round"              | no more gradients come in this round                                                       |
 | "finish", "step"     | both; with "step" what is held need not stay good                                          |
-| "look"               | there were no gradients, and there will be none                                            |
 | "peer gathers"       | a peer waits for the next gather                                                           |
 | "peer reduces"       | a peer waits for the next reduction                                                        |
 
@@ -560,9 +559,6 @@ class Walk:
         rest = self.rest_of_pass(step)
         self.in_order(rest, self.rest_of_round())
 
-    def look(self) -> None:
-        self.in_order(self.rest_of_pass(step=True), ())
-
     @property
     def end(self) -> int:
         """The gathers of this pass up to where it ends."""
@@ -625,7 +621,6 @@ _EVENTS: dict[str, Any] = {
     "round": Walk.closed_round,
     "finish": Walk.finish,
     "step": lambda walk: walk.finish(step=True),
-    "look": Walk.look,
     "peer gathers": Walk.peer_gathers,
     "peer reduces": Walk.peer_reduces,
 }

@@ -51,7 +51,7 @@ class Stored:
 
 
 _float8_weight = provided("float8.Float8Weight")
-_VERSION = attrgetter("_version")
+VERSION = attrgetter("_version")
 
 _LOANS: WeakValueDictionary[int, Loan] = WeakValueDictionary()
 
@@ -75,7 +75,7 @@ class Loan:
         self.unit = unit
         self.weights = weights
         self.bases = bases
-        self.count = 0  # the sum of these counters when the weights were lent; they only grow
+        self.versions: list[int] = []  # these counters when the weights were lent
         self.held = False
         self.storages: list[LentStorage] = []
         for tensor in weights.values():  # they live as long as the loan, so an id means one tensor
@@ -86,13 +86,12 @@ class Loan:
     def lend(self) -> None:
         """From now on the unit is held."""
         if not self.held:
-            self.count = sum(map(_VERSION, self.bases))
-            self.held = True
+            self.versions, self.held = [*map(VERSION, self.bases)], True
 
     @property
     def unchanged(self) -> bool:
         """Whether no operation has written into the weights since they were lent."""
-        return not self.held or sum(map(_VERSION, self.bases)) == self.count
+        return not self.held or [*map(VERSION, self.bases)] == self.versions
 
 
 class LentTree:
