@@ -43,7 +43,7 @@ from .._plan.bucket import Bucket
 from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer, leaf_shards, no_counts
 from .probe import Kept, Known, State, driven, hand_over, learned, made, name_of, refuse, refuse_known, states_of
-from .prove import HOST_READS, ORDER, Observed, Watch, numbers_like, observed
+from .prove import HOST_READS, ORDER, Observed, Watch, numbers_like, observed, uncompiled
 from .together import AllLeaves
 from .whole import WholeLeaves, first_of
 
@@ -117,7 +117,7 @@ class Scout:
         if turn % EVERY and self.blind.get(place) in ((rate, len(states)), (ANY, len(states))):
             return
         chosen = [states[(turn + i) % len(states)] for i in range(min(2, len(states)))]
-        with torch.inference_mode(False), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.inference_mode(False), torch.no_grad(), uncompiled():
             names = Names()
             driven(self.cls, options, *_scouts(known, like, chosen), lr, names)
             proved = self.proved.setdefault(place, set())

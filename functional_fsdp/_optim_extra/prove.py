@@ -36,6 +36,7 @@ __all__ = [
     "numbers_like",
     "observed",
     "same",
+    "uncompiled",
 ]
 
 ORDER = ("elementwise", "leaf", "all", "random")
@@ -121,8 +122,8 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def and_reads(self) -> Iterator[None]:
-        """Observe operations and what Python reads; also of what a class compiles."""
-        with torch.compiler.set_stance("force_eager"), self, Reads(self):
+        """Observe operations and what Python reads."""
+        with self, Reads(self):
             yield
 
     def leaves_of(self, tensors: Iterable[torch.Tensor]) -> frozenset[int]:
@@ -304,6 +305,14 @@ class Work(TorchDispatchMode):
         return out
 
 
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Within, what a class compiles runs as Python: who observes operations sees none of what is compiled."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@uncompiled()
 def observed(
     make: Callable[[list[torch.Tensor]], Any], hand_over: Callable[[torch.Tensor, torch.Tensor | None], None],
     steps: int = 24, rates: Mapping[int, float] | None = None,
@@ -374,8 +383,7 @@ def _observed(
     if nested and "leaf" not in found:
         found["leaf"] = Finding("leaf", f"its state has {nested[0]!r}, which is neither a tensor nor a number", "")
     if "all" not in found:
-        with torch.compiler.set_stance("force_eager"):  # as they were together
-            wrong = _apart(make, hand_over, steps, rates, together, shapes, dtype, lacks)
+        wrong = _apart(make, hand_over, steps, rates, together, shapes, dtype, lacks)
         if wrong is not None:
             some = ", some of which have no gradient in some steps," if lacks else ""
             why = f"a leaf of shape {list(shapes[wrong])} goes another way beside other leaves{some} than alone"

@@ -36,7 +36,7 @@ from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer
 from .owners import Given, Homes, Moves, Owners, Part, back, cut, find_owners, homes, ordered, there
 from .probe import hand_over, made, name_of
-from .prove import Work, beside, give_names, numbers_like, same
+from .prove import Work, beside, give_names, numbers_like, same, uncompiled
 
 __all__ = ["Job", "LeafStates", "WholeLeaves", "first_of"]
 
@@ -390,7 +390,7 @@ class WholeLeaves(UpdatesSome):
                     optimizer, fresh = self._one_made(label, param, held, path, lacks)
                     if not lacks:
                         hand_over(param, numbers_like(shape, 2 + step).to(dtype))
-                    with torch.compiler.set_stance("force_eager"), work:  # modes see nothing of what is compiled
+                    with uncompiled(), work:
                         optimizer.step()
                     steps += 1
                     held = self._taken(label, optimizer, param, fresh, True)
