@@ -5,10 +5,10 @@
     reduce ──▶ actions: reductions whose turn it is ─▶ staging ─▶ reduce lane
 
 It has four parts, and each of them its own fields: `progress` says where the program stands, `gathers` has the weights,
-`reductions` the gradients, and `sink` what becomes of these. A verb asks a part what follows from its event
-(`plan_unshard`, `plan_reduce`, `plan_release`, which change nothing, and may refuse), and has the executor carry that
-out. Where no plan says what to do (an order that is being recorded in the first step, a unit that the order does not
-name), ranks first agree on the unit, and compute waits for its gather: slower, never wrong.
+`reductions` the gradients on their way, and `sink` what becomes of these. A verb asks a part what follows from its
+event (`plan_unshard`, `plan_reduce`, `plan_release`, which change nothing, and may refuse), and has the executor carry
+that out. Where no plan says what to do (an order that is being recorded in the first step, a unit that the order does
+not name), ranks first agree on the unit, and compute waits for its gather: slower, never wrong.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Executor:
         beside = self.stays and run.lanes.copies_on_lanes
         slots = staging_slots(layout, run.position, spec.average, self.carrier.traits, beside)
         self.progress = Progress(layout, spec, slots)
-        self.sink = GradientSink(run)
+        self.sink = GradientSink(run, layout)
         self.gathers = Gathers(run, self.progress, self.carrier, self.sink)
         self.reductions = Reductions(run, self.progress, self.carrier, self.gathers, self.sink, residual)
 
@@ -181,13 +181,13 @@ class Executor:
         """The weights of units, once they are there; starts what the plan names next."""
         if self.stays:
             self.share()
-        progress, reductions = self.progress, self.reductions
+        progress, sink = self.progress, self.sink
         if self.run.lanes.copies_on_lanes:
-            reductions.staging.age()
+            self.reductions.staging.age()
         if progress.recording:
             progress.know(progress.order.used(names))
-        if state.grads is not reductions.grads and (state.grads or reductions.grads):
-            reductions.set_gradients(state.grads)
+        if state.grads is not sink.grads and (state.grads or sink.grads):
+            sink.set_gradients(state.grads)
         if actions := progress.make(move):
             self._carry_out(state, actions)
         return self.gathers.lend(state, names)
@@ -228,10 +228,10 @@ class Executor:
 
     def release(self, state: Stored, names: Sequence[str], move: Move) -> None:
         """Units are released: a mark on compute, and gathers that waited for their bytes."""
-        reductions = self.reductions
+        sink = self.sink
         self.gathers.release(names, move[1])
-        if state.grads is not reductions.grads and (state.grads or reductions.grads):
-            reductions.set_gradients(state.grads)
+        if state.grads is not sink.grads and (state.grads or sink.grads):
+            sink.set_gradients(state.grads)
         actions = self.progress.make(move)
         if actions and actions[-1][0] != "free":  # those come first, and are done
             self._carry_out(state, actions)
@@ -240,8 +240,8 @@ class Executor:
         """An event of a pass or a step, and what follows from it."""
         if self.stays:
             self.share()
-        if state.grads is not self.reductions.grads:
-            self.reductions.set_gradients(state.grads)
+        if state.grads is not self.sink.grads:
+            self.sink.set_gradients(state.grads)
         if actions := self.progress.make(self.progress.move(kind)):
             self._carry_out(state, actions)
 
@@ -273,7 +273,7 @@ class Executor:
 
     def note_activations(self, ways: tuple[tuple[str, str], ...]) -> bool:
         """Have the plan say what becomes of what modules save. Returns whether it does: not within a step."""
-        if not self.progress.cursor.idle or self.reductions.grads:
+        if not self.progress.cursor.idle or self.sink.grads:
             return False
         self.follow(self.progress.noting(ways))
         return True
@@ -298,7 +298,7 @@ class Executor:
         """Peers wait for what this rank would start later. Whether it could start some of it now."""
         if self.progress.recording:
             return False
-        reduces = "reduce" in awaited and state.grads is self.reductions.grads
+        reduces = "reduce" in awaited and state.grads is self.sink.grads
         kinds = ["peer gathers"] * ("gather" in awaited) + ["peer reduces"] * reduces
         moved = False
         for kind in kinds:
@@ -353,6 +353,7 @@ class Executor:
         """Back to the state between steps, whether the step was taken or abandoned."""
         self.settle()
         self.reductions.restart()
+        self.sink.restart()
         self.gathers.restart()
         self.progress.restart()
         self.begins, self.round_complete = 0, False

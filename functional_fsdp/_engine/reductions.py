@@ -18,7 +18,6 @@ from .._plan.route import states_of
 from .._runtime.given import GradientMask
 from .._runtime.runtime import Runtime
 from .._storage.flat import FlatBuffer
-from .._storage.gradients import in_order
 from .._storage.weights import owned
 from .gathers import Carrier, Gathers
 from .sink import GradientSink
@@ -31,10 +30,10 @@ _equal_check, _error_feedback = provided("look.equal_check"), provided("codecs.E
 
 
 class Reductions:
-    """The gradients of one lineage: those that have come, and those that are on their way.
+    """The gradients of one lineage on their way: those that have come, and those that are being reduced into the sink.
 
     Attributes:
-        grads: the main gradients of the step so far. given: which leaves got one. final: how they lie in the end.
+        given: which leaves got one. final: how main gradients lie in the end.
         early: gradients whose turn has not come, by reduction.
         last: what the newest gradient came with: zeros in a unit's stead follow it.
         hollow: by unit, the buckets of those in which no trained leaf has elements.
@@ -52,7 +51,6 @@ class Reductions:
         trained = {unit.name: [b for b in unit.buckets if b.trainable] for unit in self.layout.units}
         self.hollow = {name: some for name, some in trained.items() if not any(bucket.numel for bucket in some)}
         self.final = {name: states_of(bucket, "main") for name, bucket in self.layout.trainable.items()}
-        self.grads: dict[str, FlatBuffer] = {}
         self.given = GradientMask(self.layout, run.sizes, run.coordinate)
         self.early: dict[int, Values] = {}
         self.last = True
@@ -67,25 +65,14 @@ class Reductions:
         self.sink.drop()
         self.staging = Staging(self.run, plan, spec, self.carrier, self.sink, depth, self.feedback)
 
-    # ---------------------------------------------------------------- main gradients
-
-    def set_gradients(self, grads: Any) -> None:
-        """Go on from these main gradients: a transform may have put others in the state's place."""
-        if grads is not self.grads and (grads or self.grads):
-            self.grads = dict(grads or {})
-            self.sink.touched()
-
-    def put_in_order(self) -> None:
-        """Main gradients as the layout has its buckets."""
-        self.grads = in_order(self.layout, self.grads)
-
     @property
     def complete(self) -> bool:
         """Whether every main gradient is there and whole."""
         cursor = self.progress.cursor
         if self.early or cursor.reduced or cursor.due or cursor.ahead:
             return False
-        return all(n in self.grads and self.grads[n].states == final for n, final in self.final.items())
+        grads = self.sink.grads
+        return all(name in grads and grads[name].states == final for name, final in self.final.items())
 
     # ---------------------------------------------------------------- gradients that come
 
@@ -118,8 +105,8 @@ class Reductions:
         """Gradients without elements have come: nothing is sent."""
         self.last = last
         for bucket in self.hollow[unit]:
-            if bucket.name not in self.grads:
-                self.staging.zeros(bucket, self.grads)
+            if bucket.name not in self.sink.grads:
+                self.staging.zeros(bucket)
 
     def own(self, index: int | None, unit: str, values: Values) -> None:
         """What of a unit's gradients still waits must not be borrowed: it may be released meanwhile."""
@@ -132,7 +119,7 @@ class Reductions:
             self.gathers.agree_off_plan(unit, "reduce")
         if self.check is not None:
             self.check.note(unit, values)
-        self.staging.outside(self.layout.by_name[unit], values, self.grads, last)
+        self.staging.outside(self.layout.by_name[unit], values, last)
         self.read_while_gathered(unit)
 
     # ---------------------------------------------------------------- reductions that are due
@@ -145,7 +132,7 @@ class Reductions:
             reduce = self.staging.reduce
             if profiler._is_profiler_enabled:
                 reduce = ranged(reduce, f"reduce gradients of {unit.name}")
-            reduce(index, unit, values, self.grads, self.last)
+            reduce(index, unit, values, self.last)
             if unit.name in self.gathers.flying:  # `read_while_gathered`, without a call
                 self.sink.touched(unit)
             self.digest = zlib.crc32(unit.name.encode(), self.digest)
@@ -160,11 +147,11 @@ class Reductions:
     def finish(self) -> None:
         """Start what the main gradients still lack: what is partial, zeros where no plan names a unit."""
         for name, bucket in self.layout.trainable.items():
-            if name in self.grads:
-                if self.grads[name].states != self.final[name]:
-                    self.staging.complete(bucket, self.grads)
+            if name in self.sink.grads:
+                if self.sink.grads[name].states != self.final[name]:
+                    self.staging.complete(bucket)
             else:  # of a unit that the plan does not name, and so no rank has a gradient
-                self.staging.zeros(bucket, self.grads)
+                self.staging.zeros(bucket)
         for unit in self.gathers.flying:
             self.read_while_gathered(unit)
 
@@ -173,7 +160,7 @@ class Reductions:
         self.staging.restart()
         if self.feedback.errors:
             self.feedback.clear()
-        self.grads, self.digest = {}, 0
+        self.digest = 0
         self.last = True
         if self.check is not None:
             self.check.found.clear()

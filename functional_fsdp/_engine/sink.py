@@ -20,9 +20,11 @@ import torch
 
 from .._common.calls import provided
 from .._common.record import Mark
-from .._plan.layout import Bucket, Unit
+from .._plan.layout import Bucket, Layout, Unit
 from .._runtime.lanes import HostLanes
 from .._runtime.runtime import Runtime
+from .._storage.flat import FlatBuffer
+from .._storage.gradients import in_order
 from .._storage.weights import Stored
 
 _gradients_on_host = provided("host_memory.gradients_on_host")
@@ -83,6 +85,7 @@ class GradientSink:
     """Where the gradients of one lineage end.
 
     Attributes:
+        grads: the main gradients of the step so far, by bucket.
         pool: the host's memory that main gradients had, or have.
         pending: who will take part from the step's first gradient on. consumers: by bucket, from then on.
         untouched: by bucket, oldest first: from when on nothing but an update touches its main weights and gradients.
@@ -92,8 +95,9 @@ class GradientSink:
         streams: the buffers through which what lies in the host's memory is updated, once there are any.
     """
 
-    def __init__(self, run: Runtime) -> None:
-        self.run = run
+    def __init__(self, run: Runtime, layout: Layout) -> None:
+        self.run, self.layout = run, layout
+        self.grads: dict[str, FlatBuffer] = {}
         self.pool: dict[Any, Any] = {}
         self.pending: StepConsumer | None = None
         self.consumers: dict[str, BucketConsumer] = {}
@@ -102,6 +106,22 @@ class GradientSink:
         self.renewed: set[str] = set()
         self.streams: Any = None
         self._step: StepConsumer | None = None
+
+    # ---------------------------------------------------------------- main gradients
+
+    def set_gradients(self, grads: Any) -> None:
+        """Go on from these main gradients: a transform may have put others in the state's place."""
+        if grads is not self.grads and (grads or self.grads):
+            self.grads = dict(grads or {})
+            self.touched()
+
+    def put_in_order(self) -> None:
+        """Main gradients as the layout has its buckets."""
+        self.grads = in_order(self.layout, self.grads)
+
+    def restart(self) -> None:
+        """Back to the state between steps, in which there are none."""
+        self.grads = {}
 
     def memory(self, bucket: Bucket, numel: int) -> torch.Tensor:
         """Memory for so many main gradients."""

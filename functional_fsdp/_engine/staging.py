@@ -228,10 +228,10 @@ class Staging:
         #: buckets whose gradients came in this step: whether more than once, be it that some were put aside meanwhile
         self.seen: dict[str, bool] = {}
 
-    def reduce(self, index: int, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool) -> None:
-        """Stage a unit's gradients for reduction number `index` of the plan and start reducing them into `grads`."""
+    def reduce(self, index: int, unit: Unit, values: Values, last: bool) -> None:
+        """Stage a unit's gradients for reduction number `index` of the plan and start reducing them into the sink."""
         if self.unshared:
-            self._reduce_unshared(unit, values, grads, last)
+            self._reduce_unshared(unit, values, last)
             return
         stage = self._slot(index, unit)
         if self.run.lanes.copies_on_lanes:
@@ -242,19 +242,19 @@ class Staging:
         slots: list[StagedBucket] = []
         for slot in stage.slots:
             bucket = slot.bucket
-            have = grads.get(bucket.name)
+            have = self.sink.grads.get(bucket.name)
             whole = last if have is None else have.states == slot.ways[True].states
             way = slot.ways[whole]
             direct = not way.steps and way.divisor == 1 and bucket.wire is bucket.grads and not bucket.grads_on_host
             if have is None and direct:
                 self.seen[bucket.name] = bucket.name in self.seen
                 slot = slot.on(torch.empty(bucket.numel, dtype=bucket.grads, device=self.run.device))
-                grads[bucket.name] = FlatBuffer(slot.whole, bucket, way.states, self.mesh)
+                self.sink.grads[bucket.name] = FlatBuffer(slot.whole, bucket, way.states, self.mesh)
                 jobs.append(iter(()))  # it is not sent
             else:
                 stage.allocate()
                 beside = stage.single and index >= self.tail  # two at once would use one room at once
-                jobs.append(self._into(grads, bucket, way, slot.whole, slot.spare, beside))
+                jobs.append(self._into(bucket, way, slot.whole, slot.spare, beside))
             slots.append(slot)
             ways.append(way)
             if last and not whole:
@@ -279,7 +279,7 @@ class Staging:
             self.busy.remove(stage)
         self.busy.append(stage)  # not before: if issuing it is interrupted, its bytes may be written to, and must stay
         for bucket in partial:
-            self.complete(bucket, grads)
+            self.complete(bucket)
 
     def _slot(self, index: int, unit: Unit) -> StagingSlot:
         """Where reduction number `index` is staged, once there is room. On the host nobody waits for room, as peers may
@@ -301,7 +301,7 @@ class Staging:
     def _note(self, bucket: Bucket, whole: bool) -> None:
         self.digest = zlib.crc32(f"{bucket.name} {whole}".encode(), self.digest)
 
-    def zeros(self, bucket: Bucket, grads: dict[str, FlatBuffer]) -> None:
+    def zeros(self, bucket: Bucket) -> None:
         """Main gradients of a bucket for which no rank has one: nothing is sent."""
         self.seen[bucket.name] = bucket.name in self.seen
         local = self.sink.memory(bucket, bucket.numel // bucket.slices("main"))
@@ -309,7 +309,7 @@ class Staging:
             for mark in self.marks.values():  # lanes may still read there what was partial in this step
                 self.run.lanes.wait(mark)
         local.zero_()
-        grads[bucket.name] = FlatBuffer(local, bucket, states_of(bucket, "main"), self.mesh)
+        self.sink.grads[bucket.name] = FlatBuffer(local, bucket, states_of(bucket, "main"), self.mesh)
 
     def age(self) -> None:
         """A unit is asked for. Gradients that were staged some uses ago are let go: it may be a forward, and long."""
@@ -325,13 +325,13 @@ class Staging:
                 stage.values = None
 
     def _into(
-        self, grads: dict[str, FlatBuffer], bucket: Bucket, way: Route, stage: torch.Tensor, spare: torch.Tensor,
+        self, bucket: Bucket, way: Route, stage: torch.Tensor, spare: torch.Tensor,
         beside: bool = False,
     ) -> Steps:  # fmt: skip
         """What is staged on its way into the main gradients: the first one allocates them, later ones are added.
         `beside`: they may be used up on the update lane."""
         name = bucket.name
-        have = grads.get(name)
+        have = self.sink.grads.get(name)
         self.seen[name] = name in self.seen
         feedback = None if way.codec is None else self.feedback.of(bucket.name)
         if have is not None:
@@ -340,11 +340,13 @@ class Staging:
         if consumer is not None and way.states == states_of(bucket, "main"):
             sums = way.exact or bucket.wire is not bucket.grads  # else they are used as they lie
             beside = beside and consumer.sums and way.alone
-            grads[bucket.name] = FlatBuffer(consumer.begin(way.ends, sums, beside), bucket, way.states, self.mesh)
+            self.sink.grads[bucket.name] = FlatBuffer(
+                consumer.begin(way.ends, sums, beside), bucket, way.states, self.mesh
+            )
             return self._steps(way, stage, spare, None, False, consumer, feedback)
         same = stage.dtype is bucket.grads and not bucket.grads_on_host  # a call without keywords takes half the time
         local = stage.new_empty(way.numel) if same else self.sink.memory(bucket, way.numel)
-        grads[bucket.name] = FlatBuffer(local, bucket, way.states, self.mesh)
+        self.sink.grads[bucket.name] = FlatBuffer(local, bucket, way.states, self.mesh)
         return self._steps(way, stage, spare, local, False, None, feedback, bucket.grads_on_host)
 
     def _steps(
@@ -387,19 +389,19 @@ class Staging:
         elif out is not None and local is not out:
             out.copy_(local)
 
-    def outside(self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool) -> None:
+    def outside(self, unit: Unit, values: Values, last: bool) -> None:
         """Reduce the gradients of a unit that no plan names. Compute waits for it."""
         self.settle()
-        self._reduce_unshared(unit, values, grads, last)
+        self._reduce_unshared(unit, values, last)
         self.settle()
 
-    def _reduce_unshared(self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool) -> None:
+    def _reduce_unshared(self, unit: Unit, values: Values, last: bool) -> None:
         """Reduce a unit's gradients, or zeros, from bytes of their own."""
         self.completing = True
         for bucket in unit.buckets:
             if not bucket.trainable:
                 continue
-            have = grads.get(bucket.name)
+            have = self.sink.grads.get(bucket.name)
             ways = self.records(bucket).reduce
             whole = have.states == ways[True].states if have is not None else last
             way = ways[whole]
@@ -409,17 +411,17 @@ class Staging:
             if slot.parts:
                 self._note(bucket, whole)
             slot.write(values)
-            job = self._into(grads, bucket, way, stage, spare)
+            job = self._into(bucket, way, stage, spare)
             done = self._submit([job], [way], self.run.lanes.mark())
             self.run.lanes.keep(stage, spare)
             if self.plan.schedule.overlap_update:
                 self.sink.there([bucket], done)
             if last:
-                self.complete(bucket, grads)
+                self.complete(bucket)
 
-    def complete(self, bucket: Bucket, grads: dict[str, FlatBuffer]) -> None:
+    def complete(self, bucket: Bucket) -> None:
         """Reduce what is still partial of a bucket's main gradients. Nothing to do when nothing is."""
-        have = grads[bucket.name]
+        have = self.sink.grads[bucket.name]
         final = states_of(bucket, "main")
         if have.states == final:
             return
@@ -429,7 +431,7 @@ class Staging:
         if way.collectives:
             self._note(bucket, True)
         local = self.sink.memory(bucket, way.numel)
-        grads[bucket.name] = FlatBuffer(local, bucket, way.states, self.mesh)
+        self.sink.grads[bucket.name] = FlatBuffer(local, bucket, way.states, self.mesh)
         feedback = None if way.codec is None else self.feedback.of(bucket.name)
         job = self._complete(bucket, way, have.local, local, feedback)
         done = self._submit([job], [way], self.run.lanes.mark(), ordered=True)

@@ -163,7 +163,7 @@ def change(state: State, what: str, work: Callable[[], None], by: Any = "", *, e
     lineage, executor = state.version.lineage, state._executor
     lineage.enter(state.version.serial, what)
     has_gradients(state, what)
-    executor.reductions.set_gradients(state.grads)
+    executor.sink.set_gradients(state.grads)
     if not executor.reductions.complete:
         raise ScheduleError(f"{what}: not all gradients are whole. Call state = finish_reductions(state) first.")
     _remark(state, f"{what} after {executor.reduced}", by)
@@ -213,11 +213,11 @@ def separate_gradients(
         state = finish_reductions(state)
     grads, noted = state.grads, reductions.given.begin()
     round_complete = executor.end_round(False)
-    reductions.set_gradients({})
+    executor.sink.set_gradients({})
     state, out = fn(state._evolve(grads={}))
     state = finish_reductions(state)
     found = dict(state.grads)
-    reductions.set_gradients(grads)
+    executor.sink.set_gradients(grads)
     reductions.given.resume(noted)
     executor.end_round(round_complete)
     return state._evolve(grads=grads), out, found

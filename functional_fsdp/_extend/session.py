@@ -223,7 +223,7 @@ class Session:
     def _follow(self, order: Order) -> None:
         """Go by this order, the same on every rank, if the schedule left it open and nothing is under way."""
         executor, progress = self._executor, self._executor.progress
-        if isinstance(progress.order, DefaultOrder) and progress.cursor.idle and not executor.reductions.grads:
+        if isinstance(progress.order, DefaultOrder) and progress.cursor.idle and not executor.sink.grads:
             executor.follow(progress.plan_for(order, len(Program(order[: len(order) // 2]).order)))
             progress.know(GuessedOrder())  # last: if it is interrupted, it comes again
             executor.share()
@@ -324,7 +324,7 @@ class Session:
         lineage.enter(state.version.serial, "unshard")
         with lineage:
             weights = executor.unshard(state, units, executor.gathers.off_plan(units))
-            return lineage.advance(state, ("unshard", units), executor.reductions.grads or state.grads), weights
+            return lineage.advance(state, ("unshard", units), executor.sink.grads or state.grads), weights
 
     def off_plan(self, units: Iterable[str]) -> list[str]:
         """Of these units, those that are gathered off the plan."""

@@ -224,7 +224,7 @@ def stream(state: State, names: Sequence[str], skip: torch.Tensor | None, given:
     streamed = sink.stream_by(Streamed)
     now = partial(_on_device, state, skip, given)
     marks = {name: sink.untouched[name] for name in names} if beside else None
-    stored = streamed.run(lanes, streamed.portions(state, names), executor.reductions.grads, now, marks)
+    stored = streamed.run(lanes, streamed.portions(state, names), sink.grads, now, marks)
     executor.reductions.staging.ends("store", stored)
     if not beside:
         lanes.wait(stored)

@@ -248,14 +248,14 @@ def replace_grads(state: State, grads: Any) -> State:
         given = set(theirs.full), dict(theirs.noted)
     main = {name: state.main[name] for name in state.layout.trainable}
     _fit("replace_grads", grads, main, {name: b.bucket.grads for name, b in main.items()})
-    reductions = state._executor.reductions
+    reductions, sink = state._executor.reductions, state._executor.sink
     if state.grads or reductions.early:  # what is under way would be added to the new ones
         state = finish_reductions(state)
     state.version.lineage.enter(state.version.serial, "replace_grads")
     with state.version.lineage:
-        reductions.set_gradients({name: buffer.but(grads[name].local.clone()) for name, buffer in main.items()})
+        sink.set_gradients({name: buffer.but(grads[name].local.clone()) for name, buffer in main.items()})
         reductions.given.resume(given)
-        state = state.version.lineage.advance(state, "replace_grads()", reductions.grads)
+        state = state.version.lineage.advance(state, "replace_grads()", sink.grads)
     state._executor.end_round(True)
     return state
 

@@ -95,7 +95,7 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
         lineage.runtime.remark("step(skip=True)")
     executor = state._executor
     with lineage:
-        executor.reductions.set_gradients(state.grads)
+        executor.sink.set_gradients(state.grads)
         if executor.sink.consumers:
             executor.sink.check(state, skip)
         executor.finish(state)
@@ -149,7 +149,7 @@ def _take(
     executor = state._executor
     guard()
     gate = lineage.runtime.gate
-    given_grads = [buffer.local for buffer in executor.reductions.grads.values()]
+    given_grads = [buffer.local for buffer in executor.sink.grads.values()]
     as_given = [grad._version for grad in given_grads]
     lineage.runtime.confirm()
     try:
@@ -320,7 +320,7 @@ def _applied(state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | Non
     if executor.run.lanes.waits_on_host or not in_parts:
         executor.settle()
         if not in_parts:
-            return update(state, executor.reductions.grads, main, skip, given)
+            return update(state, executor.sink.grads, main, skip, given)
         if near := {name: buffer for name, buffer in main.items() if name not in far}:
             in_place(state, near, skip, given)
         if far:
@@ -354,7 +354,7 @@ def in_place(
     given: Leaves = NOTHING,
     grads: Any = None,
 ) -> None:
-    new, opt = update(state, state._executor.reductions.grads if grads is None else grads, main, skip, given)
+    new, opt = update(state, state._executor.sink.grads if grads is None else grads, main, skip, given)
     for what, old, one in (("main", main, new), ("opt", state.opt, opt)):
         if one is not old and not _same_tensors(old, one):
             raise TreeError(

@@ -98,7 +98,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None) -> tuple[Stat
     move = executor.gathers.plan_unshard(names)
     with lineage:
         weights = executor.unshard(state, names, move)
-        new = lineage.advance(state, ("unshard", names), executor.reductions.grads or state.grads)
+        new = lineage.advance(state, ("unshard", names), executor.sink.grads or state.grads)
     return new, weights[unit] if isinstance(unit, str) else weights
 
 
@@ -167,24 +167,24 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
         if lineage.lent:
             lineage.check_lent()
         executor = lineage.executor or state._executor
-        reductions = executor.reductions
+        reductions, sink = executor.reductions, executor.sink
         move = reductions.plan_reduce(one.name) if values else None
         with lineage:
-            if state.grads is not reductions.grads:
-                reductions.set_gradients(state.grads)
-            if executor.sink.pending is not None:
+            if state.grads is not sink.grads:
+                sink.set_gradients(state.grads)
+            if sink.pending is not None:
                 lineage.end_reads()
-                executor.sink.begin(state)
-            before = len(reductions.grads)
+                sink.begin(state)
+            before = len(sink.grads)
             if move is not None:
                 if came == ALL:
                     reductions.given.full.add(one.name)
                 else:
                     reductions.given.note(one.name, came)
                 executor.reduce(state, one.name, values, last_microbatch, move)
-            if before < len(reductions.grads) == len(state.layout.trainable):
-                reductions.put_in_order()
-            return lineage.advance(state, ("reduce", unit), reductions.grads)
+            if before < len(sink.grads) == len(state.layout.trainable):
+                sink.put_in_order()
+            return lineage.advance(state, ("reduce", unit), sink.grads)
 
     total = of_tree(state.layout, grads)
     if any(grad.is_inference() for grad in total.values()):
@@ -192,15 +192,15 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
     lineage.enter(state.version.serial, "reduce")
     lineage.check_lent()
     executor = state._executor
-    reductions = executor.reductions
+    sink = executor.sink
     with lineage:
-        reductions.set_gradients(state.grads)
-        if executor.sink.pending is not None:
+        sink.set_gradients(state.grads)
+        if sink.pending is not None:
             lineage.end_reads()
-            executor.sink.begin(state)
+            sink.begin(state)
         executor.reduce_tree(state, total, last_microbatch)
-        reductions.put_in_order()
-        return lineage.advance(state, "reduce()", reductions.grads)
+        sink.put_in_order()
+        return lineage.advance(state, "reduce()", sink.grads)
 
 
 @verb(provided("graph.finish_reductions"))
@@ -221,15 +221,15 @@ def finish_reductions(state: State) -> State:
     has_gradients(state, "finish_reductions")
     state.version.lineage.enter(state.version.serial, "finish")
     executor = state._executor
-    reductions = executor.reductions
+    sink = executor.sink
     with state.version.lineage:
-        reductions.set_gradients(state.grads)
-        complete = reductions.complete
+        sink.set_gradients(state.grads)
+        complete = executor.reductions.complete
         if not complete:
             executor.finish(state, step=False)
-        before = reductions.grads
-        reductions.put_in_order()
+        before = sink.grads
+        sink.put_in_order()
         executor.settle()
-        if not complete or reductions.grads is not before:
-            state = state.version.lineage.advance(state, "finish_reductions()", reductions.grads)
+        if not complete or sink.grads is not before:
+            state = state.version.lineage.advance(state, "finish_reductions()", sink.grads)
     return state

@@ -95,7 +95,7 @@ def looked(how: str) -> tuple[int, int]:
         state = fsdp.finish_reductions(state)
     elif how == "other gradients":
         state = state._evolve(grads=pytree.tree_map(lambda g: 2 * g, state.grads))
-        state._executor.reductions.set_gradients(state.grads)
+        state._executor.sink.set_gradients(state.grads)
     after = len(sink.untouched)
     fsdp.step(state)
     assert not sink.untouched
