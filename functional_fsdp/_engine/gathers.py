@@ -6,18 +6,6 @@ release ─▶ a mark on compute ─▶ gathers that waited for the bytes
 Units that no plan names are gathered outside of the arena: slower, never wrong. Ranks first agree on the unit; then
 compute waits for its gather, into bytes that are this unit's own.
 
-Carrier: what one lineage of states has of a transport on this rank. This one calls collectives, as most would.
-
-    gather   Place ──fill──▶ a job: cast each shard into its own slice, gather in place        gather lane
-    reduce   staged gradients ──▶ the collectives of a route; `exchange` is an exact sum's      reduce lane
-
-Its memory comes and goes with a step, unless it keeps an arena, or `staging` gives bytes that stay.
-
-What a transport of one's own can change: every gather that the plan names (`gathers`, and `gather` or `fill`), and the
-first collective of an exact sum (`reduces` and `exchange`). All other reductions are collectives of a route, issued by
-`_engine.staging`. What no plan names is gathered by collectives: whole trees, and units in a driven step before its
-order of use is known. Steps that are compiled whole have collectives only.
-
 Arena: the bytes in which gathered units lie at planned addresses.
 
     main shard ──cast──▶ own slice of the unit's place ──all-gather, in place──▶ the unit's weights, as views
@@ -36,6 +24,18 @@ behind it would come too late to be hidden.
 
 A unit's views are made once and handed out again and again, so that residuals that point at them stay good. They lie
 on the arena's bytes and have a version counter of their own: filling a place again is no in-place change to autograd.
+
+Carrier: what one lineage of states has of a transport on this rank. This one calls collectives, as most would.
+
+    gather   Place ──fill──▶ a job: cast each shard into its own slice, gather in place        gather lane
+    reduce   staged gradients ──▶ the collectives of a route; `exchange` is an exact sum's      reduce lane
+
+Its memory comes and goes with a step, unless it keeps an arena, or `staging` gives bytes that stay.
+
+What a transport of one's own can change: every gather that the plan names (`gathers`, and `gather` or `fill`), and the
+first collective of an exact sum (`reduces` and `exchange`). All other reductions are collectives of a route, issued by
+`_engine.staging`. What no plan names is gathered by collectives: whole trees, and units in a driven step before its
+order of use is known. Steps that are compiled whole have collectives only.
 """
 
 from __future__ import annotations
@@ -81,267 +81,6 @@ if TYPE_CHECKING:
 GatherSteps = tuple[tuple[Collective, torch.Tensor], ...]  # collectives, and where each one lands
 PLAIN = Traits()
 _take_turn, _planned_copies = provided("extend.take_turn"), provided("extend.PlannedCopies")
-
-
-class Portions:
-    """The portions of each rank's summand [n] in which it is used, one beside the coming of the next.
-
-    Args:
-        cuts: the elements [start, stop) of each, in a row; none: it is used as a whole.
-
-    Attributes:
-        there: the points, on the lane that brings them, from which on each portion has come from all ranks; none: they
-            are there when all is.
-    """
-
-    def __init__(self, cuts: Sequence[tuple[int, int]] = ()) -> None:
-        self.cuts = cuts
-        self.there: list[Mark] = []
-
-
-class Carrier:
-    """Collectives, and memory that comes and goes.
-
-    Where this rank is: `self.run.sizes[axis]` ranks along an axis of the mesh, `self.run.coordinate[axis]` among them.
-
-    Attributes:
-        inside: whether collectives read and write its own memory only: a shard is copied there first, whatever its
-            dtype, and what was reduced is copied from there.
-        keeps_arena: whether `arena` gives bytes, which stay. read: whether other ranks read them.
-        nbytes: of the memory that stays, on this rank.
-    """
-
-    inside = False
-    keeps_arena = False
-    read = False
-    nbytes = 0
-
-    def __init__(self, run: Runtime, layout: Layout, traits: Traits = PLAIN) -> None:
-        self.run, self.layout, self.traits = run, layout, traits
-
-    # ---- memory
-
-    def prepare(self, plan: Plan) -> bool:
-        """Make all memory that ranks share for this plan, and that not every rank has. Collective, if there is some.
-
-        Returns whether something is new.
-        """
-        return False
-
-    def arena(self, nbytes: int) -> torch.Tensor:
-        """At least so many bytes [uint8] for gathered units, where `keeps_arena`."""
-        raise NotImplementedError
-
-    def staging(self, unit: Unit, nbytes: int) -> torch.Tensor | None:
-        """At least so many bytes [uint8] in which all of a unit's gradients are staged, which stay; or None: then
-        staging comes and goes, and `reduces` is not asked."""
-        return None
-
-    # ---- gathers
-
-    def gathers(self, bucket: Bucket, whole: torch.Tensor, steps: GatherSteps) -> GatherSteps:
-        """The collectives that bring a bucket to its place `whole`, in the place of those that were planned.
-
-        Args:
-            steps: (record, where it lands), one for each axis, in this order. It lands in the slices of all ranks along
-                that axis, in their order. The own slice is there before: of the first axis it is `part.own`, of a later
-                one what the axis before has completed.
-
-        Returns:
-            `part.steps` of `gather`, which has to issue just these records in this order. Nothing checks that it does.
-            A step may become several, or none; its place may come back as it is, or as any tensor that `gather` needs.
-
-        A record's kind is one of those of `Collective`; another one is not refused, but taken for a reduction. What one
-        rank sends to one other is an "all_to_all" with `splits`. Its `numel` is the most that comes or goes on any
-        rank. `splits` is a value, whose `at(coordinate)` gives (elements that come, elements that go), by rank along
-        the axis. It prints the same on every rank, can be pickled and has a hash, as a NamedTuple does: ranks compare
-        records by how they print.
-        """
-        return steps
-
-    def fill(self, place: Place, state: Stored) -> Filling:
-        """The job that gathers a unit, from the shards of its buckets: parts travel together."""
-        jobs: list[Steps] = []
-        for part in place.parts:
-            name = part.bucket.name  # below: `read`, without a call
-            source = state.weights[name] if name in state.weights else state.main[name]
-            jobs.append(self.gather(place, part, source.local, not jobs))
-        return place.issued, jobs[0] if len(jobs) == 1 else together(jobs), place.single
-
-    def gather(self, place: Place, part: BucketPlace, source: torch.Tensor, first: bool = False) -> Steps:
-        """Bring one bucket to its place, as a part of a job: `yield from self.run.collective(record, out, given)`.
-
-        Args:
-            part: the bucket, its `whole` place, this rank's `own` slice of that, and the `steps` of `gathers`.
-            source: this rank's shard, in the dtype that is stored; it may have to be cast.
-            first: whether the bucket is the first of its unit. After its cast `place.cast` may be marked: from there on
-                the job only communicates, and on GPUs compute may begin. Without a mark it begins later.
-        """
-        given = part.own
-        if source.dtype is part.whole.dtype and not self.inside:
-            given = source  # no cast: the first gather reads the shard itself
-        else:
-            part.own.copy_(source)
-            if first:
-                place.cast = self.run.lanes.mark(place.cast)
-        for one, out in part.steps:
-            yield from self.run.collective(one, out, given)
-            given = out
-        if not part.steps and given is source:
-            part.own.copy_(source)
-
-    def spared(self, place: Place | None = None) -> list[range]:
-        """The bytes of the arena that other ranks may be reading: all such, or those of a unit that was just
-        released."""
-        return []
-
-    def step_begins(self) -> None:
-        """A step begins, or is begun anew, and others may still be in the one before."""
-
-    # ---- reductions
-
-    def reduces(self, way: Route) -> Route:
-        """What carries out a reduction of what is staged in this transport's bytes, those of `staging`.
-
-        Only the records of the first step of an exact sum (`way.exact`) are free: they go to `exchange`. Of other steps
-        the first record is issued, as it stands.
-        """
-        return way
-
-    def exchange(
-        self, collectives: tuple[Collective, ...], stage: torch.Tensor, came: torch.Tensor, portions: Portions
-    ) -> Generator[Any, None, bool]:
-        """For an exact sum: `stage` [ranks · n] -> `came` [ranks · n], each rank's summand of this rank's part, by
-        rank. Returns whether the own one is left out, and only in `stage`.
-
-        Args:
-            portions: in which what comes is used. A transport that brings one after the other may say when each is
-                there: `portions.there.append(self.run.lanes.mark())`, once for each of `portions.cuts`, in their order,
-                on the lane of this job. All or none.
-            collectives: of the first step, as `reduces` left them; as they were planned where gradients are staged in
-                other bytes than those of `staging` (beside the plan). The last one is not to be issued here where the
-                sum stays whole: it gathers that.
-        """
-        yield from self.run.collective(collectives[0], came, stage)
-        return False
-
-
-class CollectiveTransport(Transport):
-    """NCCL or gloo, on lanes beside compute."""
-
-    name = "collective"
-
-    def on(self, run: Runtime, layout: Layout) -> Carrier:
-        return Carrier(run, layout)
-
-
-def resolve_transport(
-    spec: Spec, leaves: Sequence[LeafInfo], order: Sequence[str], layout: Layout
-) -> tuple[Spec, Layout]:
-    """The spec with a transport that is on this machine, the same on every rank, and its layout. Collective where the
-    transport is "auto". `layout`: that of the spec as it is."""
-    transport = spec.transport.resolve_transport(runtime_of(spec.mesh), layout)
-    if transport is spec.transport:
-        return spec, layout
-    alike = transport.exact == spec.transport.exact  # all that a layout depends on
-    spec = spec.with_transport(transport)
-    return spec, layout if alike else plan_layout(leaves, spec, order)
-
-
-class Arena:
-    """The bytes, and a `Place` for each unit, made when it is first used."""
-
-    def __init__(self, run: Runtime, plan: Plan, carrier: Carrier) -> None:
-        self.run = run
-        self.plan = plan
-        self.carrier = carrier
-        self.stays = carrier.keeps_arena  # whether the bytes are the transport's, which stay
-        self.kept = keeps_released(run.device)
-        self.places: dict[str, Place] = {}
-        sides = not self.stays and all(u.address in (0, plan.arena - u.nbytes) for u in plan.units if u.nbytes)
-        #: where each unit lies: (which allocation, the address in it)
-        self.where = {u.name: (int(u.address > 0), 0) if sides else (0, u.address) for u in plan.units}
-        self.sizes = {u.name: u.nbytes if sides else plan.arena for u in plan.units}
-        self.memory = [torch.empty(0, dtype=torch.uint8, device=run.device).untyped_storage() for _ in range(1 + sides)]
-        self.bytes = {name: (self.memory[which], self.sizes[name]) for name, (which, _) in self.where.items()}
-
-    def place(self, state: Stored, unit: str) -> Place:
-        if self.stays and not self.places:
-            self.memory[0] = self.carrier.arena(self.plan.arena).untyped_storage()
-        found = self.places.get(unit)
-        if (
-            found is None
-            or (
-                found.resident
-                and any(own_of(state, b, self.plan.schedule.debug) is not whole for b, whole in found.resident)
-            )
-            or (found.scales and any(state.scales[name] is not scale for name, scale in found.scales))
-        ):
-            found = self.places[unit] = self._make(state, self.carrier.layout.by_name[unit])
-        return found
-
-    def loan(self, unit: str) -> Loan | None:
-        """What a unit was lent by, if it has been gathered here."""
-        place = self.places.get(unit)
-        return place.loan if place else None
-
-    def allocate(self, unit: str) -> bool:
-        """Have the bytes for a unit, before it is gathered. Returns whether they are new: views come back to life.
-
-        What lay there was released, and compute has waited for all that wrote it.
-        """
-        memory, size = self.bytes[unit]
-        if self.stays:
-            return False
-        there = memory.nbytes()
-        if there == size or (there > size and (self.plan.schedule.debug or self.kept)):
-            return False
-        memory.resize_(0)
-        memory.resize_(size)
-        return True
-
-    def free(self) -> None:
-        """Give all bytes back, when compute has waited for all that reads or writes them; in debug mode poison them.
-
-        On the CPU they stay, so that reading weights after the step is wrong, but no crash.
-        """
-        if self.plan.schedule.debug:
-            for place in self.places.values():
-                place.poison(self.carrier.spared())
-        elif not (self.kept or self.stays):
-            for memory in self.memory:
-                memory.resize_(0)
-        self.carrier.step_begins()
-
-    def _make(self, state: Stored, unit: Unit) -> Place:
-        planned = self.plan.by_name[unit.name]
-        starts = {part.bucket: part.address - planned.address for part in planned.parts}
-        parts, resident, wholes = [], [], []
-        for bucket in unit.buckets:
-            if bucket.name in starts:
-                memory, address = self.where[unit.name]
-                whole = torch.empty(0, dtype=bucket.gather, device=self.run.device)
-                at = (address + starts[bucket.name]) // bucket.gather.itemsize
-                whole.set_(self.memory[memory], at, (bucket.gathered.numel,), (1,))
-                parts.append(self._part(state, bucket, whole))
-            else:
-                kept = own_of(state, bucket, self.plan.schedule.debug)
-                assert kept is not None
-                whole = kept
-                resident.append((bucket, whole))
-            wholes.append(whole)
-        scales = tuple((b.name, state.scales[b.name]) for b in unit.buckets if b.in_float8)
-        return Place(lent_unit(state, unit, wholes), tuple(parts), tuple(resident), scales)
-
-    def _part(self, state: Stored, bucket: Bucket, whole: torch.Tensor) -> BucketPlace:
-        start, stop = read(state, bucket).span()
-        way = records(bucket, self.run.position, "mean", self.carrier.traits).unshard
-        steps = tuple((one, whole[at : at + size]) for _, (one,), at, size in way.steps)
-        steps = self.carrier.gathers(bucket, whole, steps)
-        check_kinds(one for one, _ in steps)
-        return BucketPlace(bucket, whole, whole[start:stop], steps)
-
-
 LANE = "gather"  # by which units go in a pass in which ranks agree on each: its communicator is there anyway
 
 
@@ -617,3 +356,262 @@ class Gathers:
                     self.run.lanes.wait(self.flying.pop(name).gathered)
                 mark = self.released.pop(name, mark)
         return mark
+
+
+class Arena:
+    """The bytes, and a `Place` for each unit, made when it is first used."""
+
+    def __init__(self, run: Runtime, plan: Plan, carrier: Carrier) -> None:
+        self.run = run
+        self.plan = plan
+        self.carrier = carrier
+        self.stays = carrier.keeps_arena  # whether the bytes are the transport's, which stay
+        self.kept = keeps_released(run.device)
+        self.places: dict[str, Place] = {}
+        sides = not self.stays and all(u.address in (0, plan.arena - u.nbytes) for u in plan.units if u.nbytes)
+        #: where each unit lies: (which allocation, the address in it)
+        self.where = {u.name: (int(u.address > 0), 0) if sides else (0, u.address) for u in plan.units}
+        self.sizes = {u.name: u.nbytes if sides else plan.arena for u in plan.units}
+        self.memory = [torch.empty(0, dtype=torch.uint8, device=run.device).untyped_storage() for _ in range(1 + sides)]
+        self.bytes = {name: (self.memory[which], self.sizes[name]) for name, (which, _) in self.where.items()}
+
+    def place(self, state: Stored, unit: str) -> Place:
+        if self.stays and not self.places:
+            self.memory[0] = self.carrier.arena(self.plan.arena).untyped_storage()
+        found = self.places.get(unit)
+        if (
+            found is None
+            or (
+                found.resident
+                and any(own_of(state, b, self.plan.schedule.debug) is not whole for b, whole in found.resident)
+            )
+            or (found.scales and any(state.scales[name] is not scale for name, scale in found.scales))
+        ):
+            found = self.places[unit] = self._make(state, self.carrier.layout.by_name[unit])
+        return found
+
+    def loan(self, unit: str) -> Loan | None:
+        """What a unit was lent by, if it has been gathered here."""
+        place = self.places.get(unit)
+        return place.loan if place else None
+
+    def allocate(self, unit: str) -> bool:
+        """Have the bytes for a unit, before it is gathered. Returns whether they are new: views come back to life.
+
+        What lay there was released, and compute has waited for all that wrote it.
+        """
+        memory, size = self.bytes[unit]
+        if self.stays:
+            return False
+        there = memory.nbytes()
+        if there == size or (there > size and (self.plan.schedule.debug or self.kept)):
+            return False
+        memory.resize_(0)
+        memory.resize_(size)
+        return True
+
+    def free(self) -> None:
+        """Give all bytes back, when compute has waited for all that reads or writes them; in debug mode poison them.
+
+        On the CPU they stay, so that reading weights after the step is wrong, but no crash.
+        """
+        if self.plan.schedule.debug:
+            for place in self.places.values():
+                place.poison(self.carrier.spared())
+        elif not (self.kept or self.stays):
+            for memory in self.memory:
+                memory.resize_(0)
+        self.carrier.step_begins()
+
+    def _make(self, state: Stored, unit: Unit) -> Place:
+        planned = self.plan.by_name[unit.name]
+        starts = {part.bucket: part.address - planned.address for part in planned.parts}
+        parts, resident, wholes = [], [], []
+        for bucket in unit.buckets:
+            if bucket.name in starts:
+                memory, address = self.where[unit.name]
+                whole = torch.empty(0, dtype=bucket.gather, device=self.run.device)
+                at = (address + starts[bucket.name]) // bucket.gather.itemsize
+                whole.set_(self.memory[memory], at, (bucket.gathered.numel,), (1,))
+                parts.append(self._part(state, bucket, whole))
+            else:
+                kept = own_of(state, bucket, self.plan.schedule.debug)
+                assert kept is not None
+                whole = kept
+                resident.append((bucket, whole))
+            wholes.append(whole)
+        scales = tuple((b.name, state.scales[b.name]) for b in unit.buckets if b.in_float8)
+        return Place(lent_unit(state, unit, wholes), tuple(parts), tuple(resident), scales)
+
+    def _part(self, state: Stored, bucket: Bucket, whole: torch.Tensor) -> BucketPlace:
+        start, stop = read(state, bucket).span()
+        way = records(bucket, self.run.position, "mean", self.carrier.traits).unshard
+        steps = tuple((one, whole[at : at + size]) for _, (one,), at, size in way.steps)
+        steps = self.carrier.gathers(bucket, whole, steps)
+        check_kinds(one for one, _ in steps)
+        return BucketPlace(bucket, whole, whole[start:stop], steps)
+
+
+class Portions:
+    """The portions of each rank's summand [n] in which it is used, one beside the coming of the next.
+
+    Args:
+        cuts: the elements [start, stop) of each, in a row; none: it is used as a whole.
+
+    Attributes:
+        there: the points, on the lane that brings them, from which on each portion has come from all ranks; none: they
+            are there when all is.
+    """
+
+    def __init__(self, cuts: Sequence[tuple[int, int]] = ()) -> None:
+        self.cuts = cuts
+        self.there: list[Mark] = []
+
+
+class Carrier:
+    """Collectives, and memory that comes and goes.
+
+    Where this rank is: `self.run.sizes[axis]` ranks along an axis of the mesh, `self.run.coordinate[axis]` among them.
+
+    Attributes:
+        inside: whether collectives read and write its own memory only: a shard is copied there first, whatever its
+            dtype, and what was reduced is copied from there.
+        keeps_arena: whether `arena` gives bytes, which stay. read: whether other ranks read them.
+        nbytes: of the memory that stays, on this rank.
+    """
+
+    inside = False
+    keeps_arena = False
+    read = False
+    nbytes = 0
+
+    def __init__(self, run: Runtime, layout: Layout, traits: Traits = PLAIN) -> None:
+        self.run, self.layout, self.traits = run, layout, traits
+
+    # ---- memory
+
+    def prepare(self, plan: Plan) -> bool:
+        """Make all memory that ranks share for this plan, and that not every rank has. Collective, if there is some.
+
+        Returns whether something is new.
+        """
+        return False
+
+    def arena(self, nbytes: int) -> torch.Tensor:
+        """At least so many bytes [uint8] for gathered units, where `keeps_arena`."""
+        raise NotImplementedError
+
+    def staging(self, unit: Unit, nbytes: int) -> torch.Tensor | None:
+        """At least so many bytes [uint8] in which all of a unit's gradients are staged, which stay; or None: then
+        staging comes and goes, and `reduces` is not asked."""
+        return None
+
+    # ---- gathers
+
+    def gathers(self, bucket: Bucket, whole: torch.Tensor, steps: GatherSteps) -> GatherSteps:
+        """The collectives that bring a bucket to its place `whole`, in the place of those that were planned.
+
+        Args:
+            steps: (record, where it lands), one for each axis, in this order. It lands in the slices of all ranks along
+                that axis, in their order. The own slice is there before: of the first axis it is `part.own`, of a later
+                one what the axis before has completed.
+
+        Returns:
+            `part.steps` of `gather`, which has to issue just these records in this order. Nothing checks that it does.
+            A step may become several, or none; its place may come back as it is, or as any tensor that `gather` needs.
+
+        A record's kind is one of those of `Collective`; another one is not refused, but taken for a reduction. What one
+        rank sends to one other is an "all_to_all" with `splits`. Its `numel` is the most that comes or goes on any
+        rank. `splits` is a value, whose `at(coordinate)` gives (elements that come, elements that go), by rank along
+        the axis. It prints the same on every rank, can be pickled and has a hash, as a NamedTuple does: ranks compare
+        records by how they print.
+        """
+        return steps
+
+    def fill(self, place: Place, state: Stored) -> Filling:
+        """The job that gathers a unit, from the shards of its buckets: parts travel together."""
+        jobs: list[Steps] = []
+        for part in place.parts:
+            name = part.bucket.name  # below: `read`, without a call
+            source = state.weights[name] if name in state.weights else state.main[name]
+            jobs.append(self.gather(place, part, source.local, not jobs))
+        return place.issued, jobs[0] if len(jobs) == 1 else together(jobs), place.single
+
+    def gather(self, place: Place, part: BucketPlace, source: torch.Tensor, first: bool = False) -> Steps:
+        """Bring one bucket to its place, as a part of a job: `yield from self.run.collective(record, out, given)`.
+
+        Args:
+            part: the bucket, its `whole` place, this rank's `own` slice of that, and the `steps` of `gathers`.
+            source: this rank's shard, in the dtype that is stored; it may have to be cast.
+            first: whether the bucket is the first of its unit. After its cast `place.cast` may be marked: from there on
+                the job only communicates, and on GPUs compute may begin. Without a mark it begins later.
+        """
+        given = part.own
+        if source.dtype is part.whole.dtype and not self.inside:
+            given = source  # no cast: the first gather reads the shard itself
+        else:
+            part.own.copy_(source)
+            if first:
+                place.cast = self.run.lanes.mark(place.cast)
+        for one, out in part.steps:
+            yield from self.run.collective(one, out, given)
+            given = out
+        if not part.steps and given is source:
+            part.own.copy_(source)
+
+    def spared(self, place: Place | None = None) -> list[range]:
+        """The bytes of the arena that other ranks may be reading: all such, or those of a unit that was just
+        released."""
+        return []
+
+    def step_begins(self) -> None:
+        """A step begins, or is begun anew, and others may still be in the one before."""
+
+    # ---- reductions
+
+    def reduces(self, way: Route) -> Route:
+        """What carries out a reduction of what is staged in this transport's bytes, those of `staging`.
+
+        Only the records of the first step of an exact sum (`way.exact`) are free: they go to `exchange`. Of other steps
+        the first record is issued, as it stands.
+        """
+        return way
+
+    def exchange(
+        self, collectives: tuple[Collective, ...], stage: torch.Tensor, came: torch.Tensor, portions: Portions
+    ) -> Generator[Any, None, bool]:
+        """For an exact sum: `stage` [ranks · n] -> `came` [ranks · n], each rank's summand of this rank's part, by
+        rank. Returns whether the own one is left out, and only in `stage`.
+
+        Args:
+            portions: in which what comes is used. A transport that brings one after the other may say when each is
+                there: `portions.there.append(self.run.lanes.mark())`, once for each of `portions.cuts`, in their order,
+                on the lane of this job. All or none.
+            collectives: of the first step, as `reduces` left them; as they were planned where gradients are staged in
+                other bytes than those of `staging` (beside the plan). The last one is not to be issued here where the
+                sum stays whole: it gathers that.
+        """
+        yield from self.run.collective(collectives[0], came, stage)
+        return False
+
+
+class CollectiveTransport(Transport):
+    """NCCL or gloo, on lanes beside compute."""
+
+    name = "collective"
+
+    def on(self, run: Runtime, layout: Layout) -> Carrier:
+        return Carrier(run, layout)
+
+
+def resolve_transport(
+    spec: Spec, leaves: Sequence[LeafInfo], order: Sequence[str], layout: Layout
+) -> tuple[Spec, Layout]:
+    """The spec with a transport that is on this machine, the same on every rank, and its layout. Collective where the
+    transport is "auto". `layout`: that of the spec as it is."""
+    transport = spec.transport.resolve_transport(runtime_of(spec.mesh), layout)
+    if transport is spec.transport:
+        return spec, layout
+    alike = transport.exact == spec.transport.exact  # all that a layout depends on
+    spec = spec.with_transport(transport)
+    return spec, layout if alike else plan_layout(leaves, spec, order)

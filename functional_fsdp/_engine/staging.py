@@ -228,6 +228,8 @@ class Staging:
         #: buckets whose gradients came in this step: whether more than once, be it that some were put aside meanwhile
         self.seen: dict[str, bool] = {}
 
+    # ---------------------------------------------------------------- a reduction of the plan
+
     def reduce(self, index: int, unit: Unit, values: Values, last: bool) -> None:
         """Stage a unit's gradients for reduction number `index` of the plan and start reducing them into the sink."""
         if self.unshared:
@@ -261,17 +263,7 @@ class Staging:
                 partial.append(bucket)
             if slot.parts:
                 self._note(bucket, whole)
-        first, waits = None, False
-        if self.run.lanes.copies_on_lanes:
-            stage.values, stage.age, stage.ready = values, 0, self.run.lanes.mark(stage.ready)
-            first = stage.copied(self.run, slots, values)
-        else:
-            written = slots
-            if waits := stage.span is not None and len(self.busy) > 0:
-                written = [slot.on(torch.empty_like(slot.whole)) for slot in slots]
-                first = _moved(written, slots)
-            for slot in written:
-                slot.write(values)
+        first, waits = self._copied(stage, slots, values)
         stage.done = self._submit(jobs, ways, stage.ready, stage.done, waits, first)
         if self.plan.schedule.overlap_update:
             self.sink.there([slot.bucket for slot in stage.slots], stage.done)
@@ -298,31 +290,66 @@ class Staging:
             busy.popleft().free()
         return stage
 
-    def _note(self, bucket: Bucket, whole: bool) -> None:
-        self.digest = zlib.crc32(f"{bucket.name} {whole}".encode(), self.digest)
+    def _make(self, index: int, unit: Unit) -> StagingSlot:
+        reduction = self.plan.reductions[index]
+        stays = self.carrier.staging(unit, self.plan.staging)
+        span = None if stays is None else range(reduction.address, reduction.address + reduction.nbytes)
+        beside = torch.empty(reduction.received, dtype=torch.uint8, device=self.run.device)
+        own = [beside] if reduction.received else []
+        if stays is None or span is None:
+            memory = torch.empty(reduction.nbytes, dtype=torch.uint8, device=self.run.device)
+            own.append(memory)
+        else:
+            memory = stays[span.start : span.stop]
+        received = 0
+        by_name = {bucket.name: bucket for bucket in unit.buckets}
+        slots = []
+        for part in reduction.parts:
+            bucket = by_name[part.bucket]
+            start = part.address - reduction.address
+            sent = bucket.numel * bucket.wire.itemsize
+            whole = memory[start : start + sent].view(bucket.wire)
+            spare = beside[received : received + bucket.received]
+            received += aligned(bucket.received, STAGED)
+            ways = self.records(bucket).reduce
+            if stays is not None:
+                ways = {last: self.carrier.reduces(way) for last, way in ways.items()}
+                check_kinds(one for way in ways.values() for one in way.collectives)
+            slots.append(staged(bucket, unit.paths, whole, spare, ways, self.run.lanes.copies_on_lanes))
+        self.stages[index] = StagingSlot(own, slots, span)
+        return self.stages[index]
 
-    def zeros(self, bucket: Bucket) -> None:
-        """Main gradients of a bucket for which no rank has one: nothing is sent."""
-        self.seen[bucket.name] = bucket.name in self.seen
-        local = self.sink.memory(bucket, bucket.numel // bucket.slices("main"))
-        if bucket.grads_on_host and not self.run.lanes.waits_on_host:
-            for mark in self.marks.values():  # lanes may still read there what was partial in this step
-                self.run.lanes.wait(mark)
-        local.zero_()
-        self.sink.grads[bucket.name] = FlatBuffer(local, bucket, states_of(bucket, "main"), self.mesh)
+    def records(self, bucket: Bucket) -> Records:
+        """What the verbs do with a bucket."""
+        return records(bucket, self.run.position, self.average, self.carrier.traits)
 
-    def age(self) -> None:
-        """A unit is asked for. Gradients that were staged some uses ago are let go: it may be a forward, and long."""
-        for stage in self.busy:
-            stage.age += 1
-        self._let_go(stage for stage in self.busy if stage.age > OLD)
+    def _copied(self, stage: StagingSlot, slots: list[StagedBucket], values: Values) -> tuple[Steps | None, bool]:
+        """Have a unit's gradients copied to where they are staged. Returns what the reduction's job does before it
+        communicates, and whether the job waits for those before it."""
+        if self.run.lanes.copies_on_lanes:  # beside compute
+            stage.values, stage.age, stage.ready = values, 0, self.run.lanes.mark(stage.ready)
+            return stage.copied(self.run, slots, values), False
+        taken = stage.span is not None and len(self.busy) > 0  # those before it may be there still
+        written = [slot.on(torch.empty_like(slot.whole)) for slot in slots] if taken else slots
+        for slot in written:
+            slot.write(values)
+        return _moved(written, slots) if taken else None, taken
 
-    def _let_go(self, stages: Iterable[StagingSlot]) -> None:
-        """Compute waits until their values were copied, which then are free."""
-        for stage in stages:
-            if stage.values is not None:
-                self.run.lanes.wait(stage.staged)
-                stage.values = None
+    def _submit(
+        self, jobs: list[Steps], ways: list[Route], after: Mark, mark: Mark = None, ordered: bool = False,
+        first: Steps | None = None,
+    ) -> Mark:  # fmt: skip
+        if len(jobs) == 1:
+            job, issued, single, ends = jobs[0], ways[0].collectives, ways[0].single, ways[0].ends
+        else:
+            job, issued = together(jobs), tuple(one for way in ways for one in way.collectives)
+            single, ends = all(way.single for way in ways), max((way.ends for way in ways), key="outer".__eq__)
+        if first is not None:
+            job = chain(first, job)
+        done = self.marks[ends] = self.run.lanes.submit("reduce", issued, job, after, single, ordered, mark)
+        return done
+
+    # ---------------------------------------------------------------- into main gradients
 
     def _into(
         self, bucket: Bucket, way: Route, stage: torch.Tensor, spare: torch.Tensor,
@@ -389,6 +416,11 @@ class Staging:
         elif out is not None and local is not out:
             out.copy_(local)
 
+    def _note(self, bucket: Bucket, whole: bool) -> None:
+        self.digest = zlib.crc32(f"{bucket.name} {whole}".encode(), self.digest)
+
+    # ---------------------------------------------------------------- beside the plan
+
     def outside(self, unit: Unit, values: Values, last: bool) -> None:
         """Reduce the gradients of a unit that no plan names. Compute waits for it."""
         self.settle()
@@ -418,6 +450,22 @@ class Staging:
                 self.sink.there([bucket], done)
             if last:
                 self.complete(bucket)
+
+    def use_own_bytes(self, own: bool = True) -> None:
+        """From here on each reduction has bytes of its own, or else the plan's, which they share."""
+        self.unshared = own
+
+    # ---------------------------------------------------------------- what is lacking, or partial
+
+    def zeros(self, bucket: Bucket) -> None:
+        """Main gradients of a bucket for which no rank has one: nothing is sent."""
+        self.seen[bucket.name] = bucket.name in self.seen
+        local = self.sink.memory(bucket, bucket.numel // bucket.slices("main"))
+        if bucket.grads_on_host and not self.run.lanes.waits_on_host:
+            for mark in self.marks.values():  # lanes may still read there what was partial in this step
+                self.run.lanes.wait(mark)
+        local.zero_()
+        self.sink.grads[bucket.name] = FlatBuffer(local, bucket, states_of(bucket, "main"), self.mesh)
 
     def complete(self, bucket: Bucket) -> None:
         """Reduce what is still partial of a bucket's main gradients. Nothing to do when nothing is."""
@@ -449,52 +497,20 @@ class Staging:
         yield from self._steps(way, wire, spare, out, False, None, feedback, bucket.grads_on_host)
         self.run.lanes.keep(have, wire, spare)
 
-    def _submit(
-        self, jobs: list[Steps], ways: list[Route], after: Mark, mark: Mark = None, ordered: bool = False,
-        first: Steps | None = None,
-    ) -> Mark:  # fmt: skip
-        if len(jobs) == 1:
-            job, issued, single, ends = jobs[0], ways[0].collectives, ways[0].single, ways[0].ends
-        else:
-            job, issued = together(jobs), tuple(one for way in ways for one in way.collectives)
-            single, ends = all(way.single for way in ways), max((way.ends for way in ways), key="outer".__eq__)
-        if first is not None:
-            job = chain(first, job)
-        done = self.marks[ends] = self.run.lanes.submit("reduce", issued, job, after, single, ordered, mark)
-        return done
+    # ---------------------------------------------------------------- what is under way
 
-    def records(self, bucket: Bucket) -> Records:
-        """What the verbs do with a bucket."""
-        return records(bucket, self.run.position, self.average, self.carrier.traits)
+    def age(self) -> None:
+        """A unit is asked for. Gradients that were staged some uses ago are let go: it may be a forward, and long."""
+        for stage in self.busy:
+            stage.age += 1
+        self._let_go(stage for stage in self.busy if stage.age > OLD)
 
-    def _make(self, index: int, unit: Unit) -> StagingSlot:
-        reduction = self.plan.reductions[index]
-        stays = self.carrier.staging(unit, self.plan.staging)
-        span = None if stays is None else range(reduction.address, reduction.address + reduction.nbytes)
-        beside = torch.empty(reduction.received, dtype=torch.uint8, device=self.run.device)
-        own = [beside] if reduction.received else []
-        if stays is None or span is None:
-            memory = torch.empty(reduction.nbytes, dtype=torch.uint8, device=self.run.device)
-            own.append(memory)
-        else:
-            memory = stays[span.start : span.stop]
-        received = 0
-        by_name = {bucket.name: bucket for bucket in unit.buckets}
-        slots = []
-        for part in reduction.parts:
-            bucket = by_name[part.bucket]
-            start = part.address - reduction.address
-            sent = bucket.numel * bucket.wire.itemsize
-            whole = memory[start : start + sent].view(bucket.wire)
-            spare = beside[received : received + bucket.received]
-            received += aligned(bucket.received, STAGED)
-            ways = self.records(bucket).reduce
-            if stays is not None:
-                ways = {last: self.carrier.reduces(way) for last, way in ways.items()}
-                check_kinds(one for way in ways.values() for one in way.collectives)
-            slots.append(staged(bucket, unit.paths, whole, spare, ways, self.run.lanes.copies_on_lanes))
-        self.stages[index] = StagingSlot(own, slots, span)
-        return self.stages[index]
+    def _let_go(self, stages: Iterable[StagingSlot]) -> None:
+        """Compute waits until their values were copied, which then are free."""
+        for stage in stages:
+            if stage.values is not None:
+                self.run.lanes.wait(stage.staged)
+                stage.values = None
 
     def late(self) -> set[str] | None:
         """Buckets whose newest reduction compute has not waited for; None: it is not known which."""
@@ -503,16 +519,6 @@ class Staging:
     def ends(self, lane: str, mark: Mark) -> None:
         """What a lane was given beside reductions ends there: compute waits for that, too, when they settle."""
         self.marks[lane] = mark
-
-    def use_own_bytes(self, own: bool = True) -> None:
-        """From here on each reduction has bytes of its own, or else the plan's, which they share."""
-        self.unshared = own
-
-    def restart(self) -> None:
-        """Back to the state between steps. Compute has waited for all."""
-        self.unshared = False
-        self.seen.clear()
-        self.digest = 0
 
     def settle(self) -> None:
         """Compute waits for every reduction; their staging is given back."""
@@ -530,3 +536,9 @@ class Staging:
         self.completing = False
         while self.busy:
             self.busy.popleft().free()
+
+    def restart(self) -> None:
+        """Back to the state between steps. Compute has waited for all."""
+        self.unshared = False
+        self.seen.clear()
+        self.digest = 0
