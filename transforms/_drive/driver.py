@@ -116,9 +116,7 @@ class Driver:
 
     def _clear(self) -> None:
         self.weights: dict[str, dict[str, torch.Tensor]] = {}  # of the units that are gathered
-        self.outside: set[str] = set()  # of these, what the schedule does not know of
-        self.besides: set[str] = set()  # units that a call had from there
-        self.again: dict[str, set[bool]] = {}  # and that a recomputation had: from there, or not, or both
+        self.again: dict[str, set[bool]] = {}  # units that a recomputation had: off the plan, or by it, or both
         self.alone: set[Leaf] = set()  # weights that were used outside their unit modules
         self.stack: list[UnitCall] = []  # unit modules that are being called, outermost first
         self.calls: list[UnitUse] = []  # of this forward
@@ -245,18 +243,19 @@ class Driver:
         if tool:
             refuse("ScheduleError", traced_by(tool))
 
-    def gather(self, units: tuple[str, ...], keep: Sequence[UnitCall], outside: Units | None = None) -> Units:
+    def gather(self, units: tuple[str, ...], keep: Sequence[UnitCall], off_plan: Units | None = None) -> Units:
         """Have these units gathered, and give back all others but those of the unit calls in `keep`.
 
         Args:
-            outside: these come from outside the schedule, the others by it, as the backward of a use wants them from
-                where that had them. None: from wherever they can be had.
+            off_plan: these are gathered off the plan, the others by it, as the backward of a use wants them where that
+                had them. None: wherever they can be had.
 
-        Returns: those that are gathered outside the schedule.
+        Returns: those that are gathered off the plan.
         """
-        weights = self.weights
-        if outside is not None and (outside or self.outside):
-            moved = [unit for unit in units if unit in weights and (unit in self.outside) is not (unit in outside)]
+        weights, session = self.weights, self.session
+        if off_plan is not None and (off_plan or session.fallback):
+            there = session.off_plan(weights)
+            moved = [unit for unit in units if unit in weights and (unit in there) is not (unit in off_plan)]
             if moved:  # but for those that a call around this one reads where they are: see `regathered`
                 used = {unit for unit_call in keep for unit in unit_call.units}
                 self.release(tuple([unit for unit in moved if unit not in used]))
@@ -268,16 +267,16 @@ class Driver:
             if self.device in USES:
                 self.uses.count(self, units, self.differentiating)
             self.gathering = True
-            self.fetch(units, outside or NONE)
+            self.fetch(units, off_plan or NONE)
             for lift in (*self.lifts, *self.past_lifts):
                 lift.gather(units)
             self.gathering = False
-        return self.outside.intersection(units) if self.outside else NONE
+        return frozenset(session.off_plan(units)) if session.fallback else NONE
 
-    def fetch(self, units: tuple[str, ...], outside: Units) -> None:
-        """Gather these units: those in `outside` beside the schedule, the others by it."""
-        by_plan = tuple([unit for unit in units if unit not in outside]) if outside else units
-        others: Sequence[str] = [unit for unit in units if unit in outside] if outside else ()
+    def fetch(self, units: tuple[str, ...], off_plan: Units) -> None:
+        """Gather these units: those in `off_plan` off the plan, the others by it."""
+        by_plan = tuple([unit for unit in units if unit not in off_plan]) if off_plan else units
+        others: Sequence[str] = [unit for unit in units if unit in off_plan] if off_plan else ()
         try:
             if by_plan:
                 self.state, found = unshard(self.state, by_plan)
@@ -287,25 +286,27 @@ class Driver:
         if others:
             self.state, found = self.session.unshard(self.state, others)
             self.weights.update(found)
-        if self.session.fallback:
-            self.outside.update(self.session.off_plan(units))
 
-    def regathered(self, call: UnitUse, grads: Gradients) -> Gradients:
+    def had_off_plan(self, units: Sequence[str]) -> Units | None:
+        """Of these units, those that calls of this forward had off the plan; None if they had none there."""
+        return {unit for call in self.calls for unit in call.off_plan}.intersection(units) or None
+
+    def regathered(self, call: UnitUse) -> None:
         """The backward has come to a call, and its units are gathered again. They lie wherever something reads them:
-        where the forward had them, and where recomputations had them. Returns the gradients of its outputs."""
+        where the forward had them, and where recomputations had them."""
         assert call.unit_call is not None
         if not self.session.fallback:  # all of the step's uses lie where the plan has them
-            return grads
+            return
         if self.again or not all(map(is_, self.tensors(call.unit_call.leaves), call.lent)):
+            there = self.session.off_plan(call.unit_call.units)
             for unit in call.unit_call.units:
-                for elsewhere in {unit in call.outside, *self.again.get(unit, ())} - {unit in self.outside}:
+                for elsewhere in {unit in call.off_plan, *self.again.get(unit, ())} - {unit in there}:
                     call.bring(unit, elsewhere)
-        return grads
 
-    def had_again(self, units: Sequence[str], outside: Units) -> None:
-        """A recomputation has these units, some of them from outside the schedule: what it saves lies there."""
+    def had_again(self, units: Sequence[str], off_plan: Units) -> None:
+        """A recomputation has these units, some of them off the plan: what it saves lies there."""
         for unit in units:
-            self.again.setdefault(unit, set()).add(unit in outside)
+            self.again.setdefault(unit, set()).add(unit in off_plan)
 
     @property
     def busy(self) -> list[Any]:
@@ -356,7 +357,6 @@ class Driver:
         if names:
             for name in names:
                 del self.weights[name]
-            self.outside.difference_update(names)
             for lift in (*self.lifts, *self.past_lifts):
                 lift.release(names)
             self.state = release(self.state, names)

@@ -76,11 +76,11 @@ class Visit(UnitUse):
         self.refuse_changed()
         visit = self.passage = Visit(driver, unit_call, {}, self.call)
         visit.parents += [around for around in self.parents if around not in driver.stack]
-        visit.lent, visit.tensors, visit.outside = self.lent, self.tensors, self.outside
+        visit.lent, visit.tensors, visit.off_plan = self.lent, self.tensors, self.off_plan
         driver.close(visit.parents)
         with outside_levels():
-            driver.gather(unit_call.units, [*driver.busy, *visit.parents], self.outside)
-            driver.regathered(visit, [])
+            driver.gather(unit_call.units, [*driver.busy, *visit.parents], self.off_plan)
+            driver.regathered(visit)
         driver.inner.append(visit)
         if not visit.again:
             driver.calls.append(visit)

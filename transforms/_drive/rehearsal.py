@@ -155,7 +155,7 @@ class Rehearsal(Driver):
         self.spared = nbytes
         self.kept_more: dict[tuple[str, ...], list[int]] = {}
 
-    def fetch(self, units: tuple[str, ...], outside: Set[str]) -> None:
+    def fetch(self, units: tuple[str, ...], off_plan: Set[str]) -> None:
         if self.gathered:
             self.lap()
         self.gathered = units

@@ -24,7 +24,7 @@ from .buffers import Buffers, Rule, place, written
 from .driver import Driver, NoSession, caller, refuse_nesting
 from .placeholders import check_dtypes
 from .settings import Settings
-from .unit_uses import Gradients, UnitUse
+from .unit_uses import UnitUse
 
 __all__ = ["Twin", "graph_for", "traced"]
 
@@ -59,14 +59,13 @@ class TracedDriver(Driver):
     def refuse_tracer(self) -> None:
         """This tracer is the package's own."""
 
-    def regathered(self, call: UnitUse, grads: Gradients) -> Gradients:
+    def regathered(self, call: UnitUse) -> None:
         """Leave the mark: from here on this gather stands for the forward's."""
         assert call.unit_call is not None
         pairs = [(a, b) for a, b in zip(call.lent, self.tensors(call.unit_call.leaves), strict=True) if a.numel()]
         if pairs:  # in the step's own graph, and of no use there: tracing keeps it, and the pass takes it out
             first, second = ([*map(torch.Tensor.detach, found)] for found in zip(*pairs, strict=True))
             torch.ops.functional_fsdp.again(second[0], first, second)
-        return grads
 
     def note(self, path: str, copied: torch.Tensor) -> None:
         """As `Driver.note`; nothing is alive while a graph is made."""

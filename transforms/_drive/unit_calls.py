@@ -235,17 +235,16 @@ class UnitCall:
         """Gather the weights for a use: they go through the step's graph, if they train and it is recorded. And note
         the use, unless it is one of a recomputation, with nothing to come of it."""
         driver = self.driver
-        besides = driver.besides and driver.besides.intersection(self.units)
-        outside = driver.gather(self.units, keep, besides or None)
+        off_plan = driver.gather(self.units, keep, driver.had_off_plan(self.units) if driver.session.fallback else None)
         weights = driver.weights
         tensors = [weights[unit][key] for unit, key in self.leaves]
-        use.lent, use.tensors, use.outside = tuple(tensors), tensors, outside
+        use.lent, use.tensors, use.off_plan = tuple(tensors), tensors, off_plan
         use.firsts = [tensors[i] for i in self.firsts]
         use.versions = [*map(VERSION, use.firsts)]
         if self.rebound:
             self.rebind(tensors, use.lent)
         if driver.backward:
-            driver.had_again(self.units, outside)
+            driver.had_again(self.units, off_plan)
         if not use.records:
             return
         if use.trained:
@@ -259,7 +258,6 @@ class UnitCall:
         if not use.again:
             driver.calls.append(use)
             use.node = tensors[self.trained[0]].grad_fn if use.trained else None
-            driver.besides.update(outside)
 
     def run_with(self, use: UnitUse, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the module's own code while it has these weights, and look at what it did to them."""
@@ -295,7 +293,7 @@ class UnitCall:
         """A recomputation calls it within its own backward, with the weights that this has."""
         for call in self.driver.active:
             if call.unit_call is self:
-                self.driver.had_again(self.units, call.outside)
+                self.driver.had_again(self.units, call.off_plan)
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The module's own code, compiled if so wished; its weights are in it."""

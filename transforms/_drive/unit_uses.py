@@ -68,7 +68,7 @@ class UnitUse:
         self.versions: list[int] = []
         self.tensors: list[torch.Tensor] = []  # weights as they went in
         self.shared: list[tuple[torch.Tensor, int]] = []  # outputs that share memory with something else, and versions
-        self.outside: Set[str] = frozenset()  # units that it had from outside the schedule
+        self.off_plan: Set[str] = frozenset()  # units that it had off the plan
         self.undo: list[Callable[[], None]] = []  # what puts back what lay where its weights are needed
         self.idle = False  # whether its backward runs, and not that of its weights
         self.close: Callable[[], None] | None = None  # what ends its backward's range in a profile
@@ -94,8 +94,8 @@ class UnitUse:
             driver.end_others(self.parents)
         if torch_private.profiler._is_profiler_enabled:
             self.close = ranges.opened(f"backward {unit_call.unit_module.path}")
-        driver.gather(unit_call.units, self.parents, self.outside)
-        grads = driver.regathered(self, grads)
+        driver.gather(unit_call.units, self.parents, self.off_plan)
+        driver.regathered(self)
         driver.active.append(self)
         unit_call.put([*map(self.readable, unit_call.leaves, self.tensors)] if driver.alone else self.tensors)
         if self.idle:
@@ -125,10 +125,10 @@ class UnitUse:
             return tensor
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
-    def bring(self, unit: str, outside: bool) -> None:
-        """One of its units has to lie outside the schedule, or where the schedule has it, too, until this ends."""
+    def bring(self, unit: str, off_plan: bool) -> None:
+        """One of its units has to lie off the plan, or where the plan has it, too, until this ends."""
         session = self.driver.session
-        if outside:
+        if off_plan:
             session.copy_to_fallback(unit)
             return
         undo = session.copy_to_planned(unit)
