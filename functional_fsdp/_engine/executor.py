@@ -150,7 +150,7 @@ class Executor:
         beside = self.stays and run.lanes.copies_on_lanes
         slots = staging_slots(layout, run.position, spec.average, self.carrier.traits, beside)
         self.progress = Progress(layout, spec, slots)
-        self.sink = GradientSink(run, layout)
+        self.sink = GradientSink(run, layout, spec.mesh)
         self.gathers = Gathers(run, self.progress, self.carrier, self.sink)
         self.reductions = Reductions(run, self.progress, self.carrier, self.gathers, self.sink, residual)
 

@@ -21,6 +21,7 @@ import torch
 from .._common.calls import provided
 from .._common.record import Mark
 from .._plan.layout import Bucket, Layout, Unit
+from .._plan.route import States
 from .._runtime.lanes import HostLanes
 from .._runtime.runtime import Runtime
 from .._storage.flat import FlatBuffer
@@ -95,8 +96,8 @@ class GradientSink:
         streams: the buffers through which what lies in the host's memory is updated, once there are any.
     """
 
-    def __init__(self, run: Runtime, layout: Layout) -> None:
-        self.run, self.layout = run, layout
+    def __init__(self, run: Runtime, layout: Layout, mesh: Any) -> None:
+        self.run, self.layout, self.mesh = run, layout, mesh
         self.grads: dict[str, FlatBuffer] = {}
         self.pool: dict[Any, Any] = {}
         self.pending: StepConsumer | None = None
@@ -114,6 +115,10 @@ class GradientSink:
         if grads is not self.grads and (grads or self.grads):
             self.grads = dict(grads or {})
             self.touched()
+
+    def hold(self, bucket: Bucket, local: torch.Tensor, states: States) -> None:
+        """These are a bucket's main gradients from here on."""
+        self.grads[bucket.name] = FlatBuffer(local, bucket, states, self.mesh)
 
     def put_in_order(self) -> None:
         """Main gradients as the layout has its buckets."""

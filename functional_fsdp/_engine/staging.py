@@ -47,7 +47,7 @@ from .._plan.records import Records, records
 from .._plan.route import Route, states_of
 from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
-from .._storage.flat import FlatBuffer, templates
+from .._storage.flat import templates
 from .._storage.gradients import refuse_meta
 from .gathers import Carrier
 from .sink import BucketConsumer, GradientSink
@@ -215,7 +215,7 @@ class Staging:
         self.run = run
         self.plan = plan
         self.carrier = carrier
-        self.average, self.mesh = spec.average, spec.mesh
+        self.average = spec.average
         self.tail = len(plan.reductions) - TAIL  # the index of the first of those
         self.digest = digest
         self.sink = sink
@@ -251,7 +251,7 @@ class Staging:
             if have is None and direct:
                 self.seen[bucket.name] = bucket.name in self.seen
                 slot = slot.on(torch.empty(bucket.numel, dtype=bucket.grads, device=self.run.device))
-                self.sink.grads[bucket.name] = FlatBuffer(slot.whole, bucket, way.states, self.mesh)
+                self.sink.hold(bucket, slot.whole, way.states)
                 jobs.append(iter(()))  # it is not sent
             else:
                 stage.allocate()
@@ -367,13 +367,11 @@ class Staging:
         if consumer is not None and way.states == states_of(bucket, "main"):
             sums = way.exact or bucket.wire is not bucket.grads  # else they are used as they lie
             beside = beside and consumer.sums and way.alone
-            self.sink.grads[bucket.name] = FlatBuffer(
-                consumer.begin(way.ends, sums, beside), bucket, way.states, self.mesh
-            )
+            self.sink.hold(bucket, consumer.begin(way.ends, sums, beside), way.states)
             return self._steps(way, stage, spare, None, False, consumer, feedback)
         same = stage.dtype is bucket.grads and not bucket.grads_on_host  # a call without keywords takes half the time
         local = stage.new_empty(way.numel) if same else self.sink.memory(bucket, way.numel)
-        self.sink.grads[bucket.name] = FlatBuffer(local, bucket, way.states, self.mesh)
+        self.sink.hold(bucket, local, way.states)
         return self._steps(way, stage, spare, local, False, None, feedback, bucket.grads_on_host)
 
     def _steps(
@@ -465,7 +463,7 @@ class Staging:
             for mark in self.marks.values():  # lanes may still read there what was partial in this step
                 self.run.lanes.wait(mark)
         local.zero_()
-        self.sink.grads[bucket.name] = FlatBuffer(local, bucket, states_of(bucket, "main"), self.mesh)
+        self.sink.hold(bucket, local, states_of(bucket, "main"))
 
     def complete(self, bucket: Bucket) -> None:
         """Reduce what is still partial of a bucket's main gradients. Nothing to do when nothing is."""
@@ -479,7 +477,7 @@ class Staging:
         if way.collectives:
             self._note(bucket, True)
         local = self.sink.memory(bucket, way.numel)
-        self.sink.grads[bucket.name] = FlatBuffer(local, bucket, way.states, self.mesh)
+        self.sink.hold(bucket, local, way.states)
         feedback = None if way.codec is None else self.feedback.of(bucket.name)
         job = self._complete(bucket, way, have.local, local, feedback)
         done = self._submit([job], [way], self.run.lanes.mark(), ordered=True)

@@ -111,6 +111,7 @@ def gloo(hop: Collective, out: torch.Tensor, given: torch.Tensor, group: Any) ->
 
 
 _NUMBERS = count(1)
+PLACES = {lane: i for i, lane in enumerate(QUEUES)}  # of lanes, where ranks of one host compare jobs
 
 
 class Job:
@@ -269,7 +270,7 @@ class HostLanes:
                 if run.host_vote is not None and job.lane != "control":
                     issued = run.issued[job.lane]  # a captured job, logged elsewhere, has the number of its eager twin
                     number = 1 + issued.count + (log.count if log is not issued else 0)
-                    other = run.host_vote.differs(QUEUES.index(job.lane), number, _code(job.hops))
+                    other = run.host_vote.differs(PLACES[job.lane], number, _code(job.hops))
                     if other is not None:
                         raise self._differs(job, run.ranks[other])
                 log.append(job.hops)
