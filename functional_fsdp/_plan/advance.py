@@ -191,21 +191,31 @@ class Walk:
         if self.agreed:
             self.used.update(names)
             self.actions += [("agreed", name) for name in names]
-            return
+        elif self.is_expected(names):  # nearly always
+            self.go_on(names)
+        else:
+            self.match(names)
+
+    def is_expected(self, names: Sequence[str]) -> bool:
+        """Whether one unit is asked for, and it is that of the use that is expected."""
         plan, at = self.plan, self.at
-        if (
-            len(names) == 1
-            and at < self.limit
-            and plan.uses[at].unit == names[0]
-            and (plan.opens[at] or names[0] in self.awaited)
-        ):  # nearly always
-            due = [*range(self.issued, plan.due[at])]
-            if due and self.held:
-                due = self.startable(at, self.issued, at, self.good())
-            due = self.issue(due)
-            self.take([at], names)
-            self.gather(due)
-            return
+        expected = len(names) == 1 and at < self.limit and plan.uses[at].unit == names[0]
+        return expected and (plan.opens[at] or names[0] in self.awaited)
+
+    def go_on(self, names: Sequence[str]) -> None:
+        """The use that is expected."""
+        at = self.at
+        due = [*range(self.issued, self.plan.due[at])]
+        if due and self.held:
+            due = self.startable(at, self.issued, at, self.good())
+        due = self.issue(due)
+        self.take([at], names)
+        self.gather(due)
+
+    def match(self, names: Sequence[str]) -> None:
+        """Find which uses these are, of this pass or the next one: those that nothing forbids, each after the one
+        before. The others are outside the plan."""
+        plan, at = self.plan, self.at
         outside: list[str] = []
         mine: dict[str, int] = {}  # what is handed out -> the gather since which it is good
         taken: list[int] = []

@@ -68,27 +68,9 @@ def unshard(state: State, unit: str | Sequence[str] | None = None) -> tuple[Stat
 
     Example: `state, params = fsdp.unshard(state)`; `state, w = fsdp.unshard(state, "blocks.0")`.
     """
-    lineage = state.version.lineage
     if unit is None:
-        lineage.enter(state.version.serial, "unshard")
-        state = lineage.advance(state, "unshard()", busy=False)
-        views: dict[str, torch.Tensor] = {}
-        lineage.touched()
-        with lineage.off_plan(state):
-            own = {name: scale.clone() for name, scale in state.scales.items()}  # those of a state change with it
-            lent = []
-            for bucket in state.layout.buckets.values():
-                whole = whole_of(state, bucket)
-                if whole is None:
-                    whole = gather(state, bucket)
-                    views |= lent_leaves(bucket, whole, own)
-                else:
-                    views |= lent_leaves(bucket, whole, state.scales)
-                lent.append((bucket, whole))
-        lineage.check_lent()
-        lineage.lend(LentTree(lent))
-        return state, state.treedef.unflatten([views[path] for path in state.layout.source])
-
+        return _unshard_tree(state)
+    lineage = state.version.lineage
     names = (unit,) if isinstance(unit, str) else tuple(dict.fromkeys(unit))
     for name in names:
         if name not in state.layout.by_name:
@@ -100,6 +82,29 @@ def unshard(state: State, unit: str | Sequence[str] | None = None) -> tuple[Stat
         weights = executor.unshard(state, names, move)
         new = lineage.advance(state, ("unshard", names), executor.sink.grads or state.grads)
     return new, weights[unit] if isinstance(unit, str) else weights
+
+
+def _unshard_tree(state: State) -> tuple[State, Any]:
+    """The weights of a whole tree, which no plan names."""
+    lineage = state.version.lineage
+    lineage.enter(state.version.serial, "unshard")
+    state = lineage.advance(state, "unshard()", busy=False)
+    views: dict[str, torch.Tensor] = {}
+    lineage.touched()
+    with lineage.off_plan(state):
+        own = {name: scale.clone() for name, scale in state.scales.items()}  # those of a state change with it
+        lent = []
+        for bucket in state.layout.buckets.values():
+            whole = whole_of(state, bucket)
+            if whole is None:
+                whole = gather(state, bucket)
+                views |= lent_leaves(bucket, whole, own)
+            else:
+                views |= lent_leaves(bucket, whole, state.scales)
+            lent.append((bucket, whole))
+    lineage.check_lent()
+    lineage.lend(LentTree(lent))
+    return state, state.treedef.unflatten([views[path] for path in state.layout.source])
 
 
 @verb(provided("graph.release"))
@@ -155,40 +160,44 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
     Collective: reduce-scatter where gradients are sharded, and on the last call what the placement's
     table row says; in the compute dtype.
     """
+    if unit is None:
+        return _reduce_tree(state, of_tree(state.layout, grads), last_microbatch)
     lineage = state.version.lineage
-    if unit is not None:
-        one = state.layout.by_name.get(unit) if isinstance(unit, str) else None
-        if one is None:
-            raise no_unit(state, unit, "reduce")
-        values, came = of_unit(one, grads)
-        if values and values[-1] is not None and values[-1].is_inference():
-            refuse_zeros(values)
-        lineage.enter(state.version.serial, "reduce")
-        if lineage.lent:
-            lineage.check_lent()
-        executor = lineage.executor or state._executor
-        reductions, sink = executor.reductions, executor.sink
-        move = reductions.plan_reduce(one.name) if values else None
-        with lineage:
-            if state.grads is not sink.grads:
-                sink.set_gradients(state.grads)
-            if sink.pending is not None:
-                lineage.end_reads()
-                sink.begin(state)
-            before = len(sink.grads)
-            if move is not None:
-                if came == ALL:
-                    reductions.given.full.add(one.name)
-                else:
-                    reductions.given.note(one.name, came)
-                executor.reduce(state, one.name, values, last_microbatch, move)
-            if before < len(sink.grads) == len(state.layout.trainable):
-                sink.put_in_order()
-            return lineage.advance(state, ("reduce", unit), sink.grads)
+    one = state.layout.by_name.get(unit) if isinstance(unit, str) else None
+    if one is None:
+        raise no_unit(state, unit, "reduce")
+    values, came = of_unit(one, grads)
+    if values and values[-1] is not None and values[-1].is_inference():
+        refuse_zeros(values)
+    lineage.enter(state.version.serial, "reduce")
+    if lineage.lent:
+        lineage.check_lent()
+    executor = lineage.executor or state._executor
+    reductions, sink = executor.reductions, executor.sink
+    move = reductions.plan_reduce(unit) if values else None
+    with lineage:
+        if state.grads is not sink.grads:
+            sink.set_gradients(state.grads)
+        if sink.pending is not None:
+            lineage.end_reads()
+            sink.begin(state)
+        before = len(sink.grads)
+        if move is not None:
+            if came == ALL:
+                reductions.given.full.add(unit)
+            else:
+                reductions.given.note(unit, came)
+            executor.reduce(state, unit, values, last_microbatch, move)
+        if before < len(sink.grads) == len(state.layout.trainable):
+            sink.put_in_order()
+        return lineage.advance(state, ("reduce", unit), sink.grads)
 
-    total = of_tree(state.layout, grads)
-    if any(grad.is_inference() for grad in total.values()):
-        refuse_zeros(total.values())
+
+def _reduce_tree(state: State, grads: dict[str, torch.Tensor], last_microbatch: bool) -> State:
+    """The gradients of a whole tree, by path: a round of its own."""
+    lineage = state.version.lineage
+    if any(grad.is_inference() for grad in grads.values()):
+        refuse_zeros(grads.values())
     lineage.enter(state.version.serial, "reduce")
     lineage.check_lent()
     executor = state._executor
@@ -198,7 +207,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
         if sink.pending is not None:
             lineage.end_reads()
             sink.begin(state)
-        executor.reduce_tree(state, total, last_microbatch)
+        executor.reduce_tree(state, grads, last_microbatch)
         sink.put_in_order()
         return lineage.advance(state, "reduce()", sink.grads)
 
