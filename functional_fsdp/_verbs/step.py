@@ -37,11 +37,12 @@ from .._runtime.given import WHOLE, Lacking, Leaves, NewCounts
 from .._state.lineage import Version
 from .._state.state import State
 from .._storage.flat import FlatBuffer
-from .._storage.weights import own_part, refresh
+from .._storage.weights import VERSION, own_part, refresh
 
 NOTHING = WHOLE.given
 _stream = provided("host_memory.stream")  # the update of what lies in the host's memory
 Kept = list[tuple[torch.Tensor, torch.Tensor]]
+Main = dict[str, FlatBuffer]
 
 
 def has_gradients(state: State, what: str) -> None:
@@ -116,8 +117,7 @@ def _vote_and_take(state: State, skip: Any) -> State:
     trainable = state.layout.trainable
     main = {name: state.main[name] for name in trainable}
     copies = [state.weights[name].local for name in trainable if name in state.weights]
-    touched = [buffer.local for buffer in main.values()] + tensors_of(state.opt) + copies
-    versions = [leaf._version for leaf in touched]
+    owned = Versions([buffer.local for buffer in main.values()] + tensors_of(state.opt) + copies)
     compare = lineage.runtime.compare
     if profiler._is_profiler_enabled:
         compare = ranged(compare, "vote")
@@ -134,60 +134,79 @@ def _vote_and_take(state: State, skip: Any) -> State:
     if opt is not state.opt:  # compute makes counts now, which updates read
         executor.sink.touched()
     before = keep(state, lacking.given, warns=True)
-    new = _take(state._evolve(opt=opt), main, skip, lacking.given, before, touched, versions)
+    new = _take(state._evolve(opt=opt), main, skip, lacking.given, before, owned)
     if lacking.anywhere:  # the same on every rank
         executor.sink.note_lacking(lacking.anywhere)
     return new
 
 
+class Versions:
+    """The versions of tensors, as they are now."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors, self.versions = tensors, [*map(VERSION, tensors)]
+
+    @property
+    def changed(self) -> bool:
+        """Whether an operation has written into one of them since."""
+        return [*map(VERSION, self.tensors)] != self.versions
+
+
 @uninterruptible
-def _take(
-    state: State, main: Any, skip: Any, given: Leaves, before: Kept, touched: list[torch.Tensor], versions: list[int]
-) -> State:
+def _take(state: State, main: Main, skip: Any, given: Leaves, before: Kept, owned: Versions) -> State:
     """The step itself, from the moment on in which ranks cannot take it back. An interrupt waits."""
     lineage = state.version.lineage
-    executor = state._executor
     guard()
-    gate = lineage.runtime.gate
-    given_grads = [buffer.local for buffer in executor.sink.grads.values()]
-    as_given = [grad._version for grad in given_grads]
+    gradients = Versions([buffer.local for buffer in state._executor.sink.grads.values()])
     lineage.runtime.confirm()
     try:
-        kept = skip if gate is None else gate.decided(skip)
-        update = ranged(apply_optimizer, "update") if profiler._is_profiler_enabled else apply_optimizer
-        new_main, new_opt = update(state, main, kept, given)
-        opt = state.opt
-        same = new_main is main and all(main[name] is state.main[name] for name in state.layout.trainable)
-        if not same or new_opt is not opt:  # else it was all done in place
-            check(main, new_main, "main")
-            check(opt, new_opt, "opt")
-            _, opt = _install((main, opt), (new_main, new_opt))
-        put_back(before)
-        if state.weights:
-            there = executor.sink.renewed_copies(before)
-            refresh(state.main, state.weights, state.scales, trainable_only=True, there=there)
-        if state.residual:
-            executor.reductions.feedback.keep(kept)
-        state.count.add_(1 if kept is None else ~kept)
-        if skip is not None and lineage.offset is not None:
-            lineage.offset.add_(skip if gate is None else gate.stands(skip))
-        executor.commit()
-        new = state._evolve(grads={}, opt=opt, version=Version(lineage, lineage.latest + 1))
-        lineage.commit(state.version, new)
+        new = _next_state(state, main, skip, given, before)
     except BaseException as error:
-        if versions == [leaf._version for leaf in touched]:
-            if as_given == [grad._version for grad in given_grads]:  # else the step has to begin anew
-                lineage.unchanged()
-        else:
-            lineage.give_up(
-                f"step() number {lineage.steps + 1} was stopped by {type(error).__name__} while it was updating the "
-                f"weights, so this State is half updated. Load the last checkpoint."
-            )
-            if getattr(state.optimizer, "communicates", False):  # peers wait for what will not come
-                lineage.runtime.lose(f"{lineage.broken} It said: {error}")
+        if owned.changed:
+            _give_up(state, error)
+        elif not gradients.changed:  # else the step has to begin anew
+            lineage.unchanged()
         raise
     arrive(lineage.others_begun())
     return new
+
+
+def _next_state(state: State, main: Main, skip: Any, given: Leaves, before: Kept) -> State:
+    """Update what the state owns. Returns the state that has it from here on."""
+    lineage, executor, opt = state.version.lineage, state._executor, state.opt
+    gate = lineage.runtime.gate
+    kept = skip if gate is None else gate.decided(skip)
+    update = ranged(apply_optimizer, "update") if profiler._is_profiler_enabled else apply_optimizer
+    new_main, new_opt = update(state, main, kept, given)
+    same = new_main is main and all(main[name] is state.main[name] for name in state.layout.trainable)
+    if not same or new_opt is not opt:  # else it was all done in place
+        check(main, new_main, "main")
+        check(opt, new_opt, "opt")
+        _, opt = _install((main, opt), (new_main, new_opt))
+    put_back(before)
+    if state.weights:
+        there = executor.sink.renewed_copies(before)
+        refresh(state.main, state.weights, state.scales, trainable_only=True, there=there)
+    if state.residual:
+        executor.reductions.feedback.keep(kept)
+    state.count.add_(1 if kept is None else ~kept)
+    if skip is not None and lineage.offset is not None:
+        lineage.offset.add_(skip if gate is None else gate.stands(skip))
+    executor.commit()
+    new = state._evolve(grads={}, opt=opt, version=Version(lineage, lineage.latest + 1))
+    lineage.commit(state.version, new)
+    return new
+
+
+def _give_up(state: State, error: BaseException) -> None:
+    """The update was stopped in its middle: states of the lineage are of no more use."""
+    lineage = state.version.lineage
+    lineage.give_up(
+        f"step() number {lineage.steps + 1} was stopped by {type(error).__name__} while it was updating the weights, "
+        "so this State is half updated. Load the last checkpoint."
+    )
+    if getattr(state.optimizer, "communicates", False):  # peers wait for what will not come
+        lineage.runtime.lose(f"{lineage.broken} It said: {error}")
 
 
 def _install(old: Any, new: Any) -> Any:
@@ -292,9 +311,7 @@ def put_back(kept: Kept) -> None:
 # ---------------------------------------------------------------- the update
 
 
-def apply_optimizer(
-    state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | None, given: Leaves
-) -> tuple[Any, Any]:
+def apply_optimizer(state: State, main: Main, skip: torch.Tensor | None, given: Leaves) -> tuple[Any, Any]:
     """The update of all, eagerly: on GPUs in parts, as gradients come, if the optimizer is one for parts. A stream
     waits, the host does not. Compute has waited for all of it at the end, also where it raises."""
     executor = state._executor
@@ -312,44 +329,39 @@ def apply_optimizer(
         raise
 
 
-def _applied(state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | None, given: Leaves) -> tuple[Any, Any]:
+def _applied(state: State, main: Main, skip: torch.Tensor | None, given: Leaves) -> tuple[Any, Any]:
     executor, optimizer = state._executor, state.optimizer
-    together = getattr(optimizer, "communicates", False)
-    in_parts = getattr(optimizer, "by_bucket", False) and (skip is None or hasattr(optimizer, "update_unless"))
-    far = [name for name in main if main[name].bucket.on_host] if in_parts else []
-    if executor.run.lanes.waits_on_host or not in_parts:
+    if not getattr(optimizer, "by_bucket", False) or not (skip is None or hasattr(optimizer, "update_unless")):
         executor.settle()
-        if not in_parts:
-            return update(state, executor.sink.grads, main, skip, given)
-        if near := {name: buffer for name, buffer in main.items() if name not in far}:
-            in_place(state, near, skip, given)
-        if far:
-            _stream(state, far, skip, given)
-        return main, state.opt
-    left = main
-    if state.spec.schedule.overlap_update and skip is None:
-        left = _beside(state, main, given)
-    far = [name for name in left if name in far]
-    left = {name: buffer for name, buffer in left.items() if name not in far}
-    late = executor.reductions.staging.late()
-    if together:
-        late = None  # who communicates does so once
-    early = {name: buffer for name, buffer in left.items() if late is not None and name not in late}
-    if early:  # while the others are on their way
-        executor.run.lanes.wait(executor.gathers.newest)  # a gather may be reading weights still
-        in_place(state, early, skip, given)
+        return update(state, executor.sink.grads, main, skip, given)
+    left = main if executor.run.lanes.waits_on_host else _while_gradients_come(state, main, skip, given)
     executor.settle()
-    if rest := {name: buffer for name, buffer in left.items() if name not in early}:
-        in_place(state, rest, skip, given)
-    if far:
+    near = {name: buffer for name, buffer in left.items() if not buffer.bucket.on_host}
+    if near:
+        in_place(state, near, skip, given)
+    if far := [name for name in left if name not in near]:
         _stream(state, far, skip, given)
         executor.settle()
     return main, state.opt
 
 
+def _while_gradients_come(state: State, main: Main, skip: torch.Tensor | None, given: Leaves) -> Main:
+    """Update what has its gradients, on a lane or by compute, while others are on their way. Returns what is left."""
+    executor = state._executor
+    left = _beside(state, main, given) if state.spec.schedule.overlap_update and skip is None else main
+    late = executor.reductions.staging.late()
+    if late is None or getattr(state.optimizer, "communicates", False):  # who communicates does so once
+        return left
+    early = {name: buffer for name, buffer in left.items() if name not in late and not buffer.bucket.on_host}
+    if early:
+        executor.run.lanes.wait(executor.gathers.newest)  # a gather may be reading weights still
+        in_place(state, early, skip, given)
+    return {name: buffer for name, buffer in left.items() if name not in early}
+
+
 def in_place(
     state: State,
-    main: dict[str, FlatBuffer],
+    main: Main,
     skip: torch.Tensor | None = None,
     given: Leaves = NOTHING,
     grads: Any = None,
@@ -369,7 +381,7 @@ def _same_tensors(old: Any, new: Any) -> bool:
     return len(before) == len(after) and all(map(is_, before, after))
 
 
-def _beside(state: State, main: dict[str, FlatBuffer], given: Leaves = NOTHING) -> dict[str, FlatBuffer]:
+def _beside(state: State, main: Main, given: Leaves = NOTHING) -> Main:
     """Update on a lane what only lanes have touched since its gradients came. Returns what is left for compute: where
     leaves have no gradient, compute has just made or copied something."""
     executor = state._executor
@@ -387,7 +399,7 @@ def _beside(state: State, main: dict[str, FlatBuffer], given: Leaves = NOTHING) 
     return {name: buffer for name, buffer in main.items() if name not in sizes and name not in far}
 
 
-def _portion(state: State, main: dict[str, FlatBuffer], after: Sequence[Mark]) -> Steps:
+def _portion(state: State, main: Main, after: Sequence[Mark]) -> Steps:
     for mark in after:
         state._executor.run.lanes.wait(mark)  # the lane does: it is the current one
     in_place(state, main)
