@@ -104,14 +104,6 @@ class Lineage:
         new.activations = self.activations
         return new
 
-    def note_activations(self, ways: Mapping[str, str]) -> None:
-        """What becomes of what modules save, in words by path: checkpoints of the run say it. The same on all ranks."""
-        self.activations = ways
-
-    def enroll(self) -> None:
-        """Let restarts compare this lineage's step count across ranks. Called in the same order on every rank."""
-        self.number = self.runtime.enroll(self)
-
     def stand_in(self, run: Runtime, spec: Spec, steps: int, graph_plan: Any, offset: torch.Tensor) -> Lineage:
         """In this one's place while a function of its state is traced, so that this one stays as it is."""
         new = Lineage(run, self.layout, spec, steps, local_buffers=self.local_buffers)
@@ -119,42 +111,269 @@ class Lineage:
         new.busy, new.broken = self.busy, self.broken
         return new
 
-    def have_executor(self, layout: Layout, spec: Spec, residual: Any) -> Executor:
-        """What carries out this lineage's schedule, made when it is first asked for."""
-        if self.executor is None:
-            self.executor = Executor(self.runtime, layout, spec, residual)
-            if self.activations:
-                self.executor.note_activations((*self.activations.items(),))
-        return self.executor
+    def enroll(self) -> None:
+        """Let restarts compare this lineage's step count across ranks. Called in the same order on every rank."""
+        self.number = self.runtime.enroll(self)
 
-    def drop_executor(self) -> None:
-        """Give back what it keeps between steps. Compute has waited for all that was under way."""
-        self.executor = None
+    def note_activations(self, ways: Mapping[str, str]) -> None:
+        """What becomes of what modules save, in words by path: checkpoints of the run say it. The same on all ranks."""
+        self.activations = ways
 
-    def for_graphs(self) -> tuple[str, str]:
-        """Have what traced verbs go by. Compilers run it when they trace, as a function whose result is constant.
+    # ---------------------------------------------------------------- the newest state
 
-        Returns the kind of an error and its text, which compilers would wrap; both are "" if all is well.
+    def advance(self, state: S, verb: str | tuple[str, Any], grads: Any = None, busy: bool = True) -> S:
+        """The state after a verb, in words or with its units, perhaps with other gradients. Consumes `state`, which has
+        entered.
 
-        Collective where there is none yet: on CPUs a group of one thread for each axis.
+        Args:
+            busy: whether lanes may still be at work on it.
         """
-        try:
-            self.graph_plan = self.graph_plan or _graph_plan(self.layout, self.spec, self.runtime)
-        except FsdpError as error:
-            return type(error).__name__, str(error)
-        return "", ""
+        version: Version = state.version  # type: ignore[attr-defined]  # of any State
+        self.busy |= busy
+        self.latest = self.head = serial = self.latest + 1
+        if version.serial != self.base:
+            self.consumed[version.serial] = verb
+            if not serial % REMEMBER:
+                self._forget()
+        new = object.__new__(type(state))
+        fields = new.__dict__
+        fields.update(state.__dict__)
+        cursor = None if self.executor is None else self.executor.progress.position.cursor
+        fields["version"] = Version(self, serial, version.origin or state, cursor)
+        if grads is not None:
+            fields["grads"] = grads
+        return new
 
-    for_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result's mark
+    def valid(self, serial: int | None, verb: str) -> None:
+        """Check that what the state `serial` (None: the base) owns still has its values: no step consumed it, none was
+        cut short."""
+        self.follow()
+        if self.broken:
+            raise StaleStateError(f"{verb}: {self.broken}")
+        if serial is not None and serial < self.base:
+            raise self._stale(serial, verb)
+
+    def consumer(self, serial: int) -> str:
+        """What consumed the state `serial`, in words."""
+        by = self.consumed.get(serial, "a compiled step()" if serial == SPENT else "an earlier call")
+        if isinstance(by, str):
+            return by
+        units = (by[1],) if isinstance(by[1], str) else by[1]
+        return f"{by[0]}({', '.join(map(repr, units))})"
+
+    def _stale(self, serial: int, verb: str) -> StaleStateError:
+        by = self.consumer(serial)
+        other = ", or begin again from the state before the step"
+        if "step()" in by:  # compiled steps keep nothing
+            other = " (fsdp.newest gives it)" if self.taken else ""
+        return StaleStateError(
+            f"{verb}: this State was consumed by {by}. Use the State that that call returned{other}; to keep an "
+            "old one, copy.deepcopy it between steps."
+        )
+
+    def _consume(self, serial: int, what: str) -> None:
+        self.consumed[serial] = what
+        self._forget()
+
+    def _forget(self) -> None:
+        if len(self.consumed) > 2 * REMEMBER:
+            self.consumed = dict(list(self.consumed.items())[-REMEMBER:])
+
+    # ---------------------------------------------------------------- a call
+
+    def enter(self, serial: int, verb: str) -> None:
+        """Check that the state `serial` may be used; begin the step anew if it is the base of an abandoned one.
+
+        What the verb then does, it does in `with lineage:`. If it is stopped there, what is in flight is ahead of
+        every state, and whoever enters next abandons the step.
+        """
+        if (
+            serial == self.head != self.base
+            and self.epoch == self.runtime.epoch
+            and not (self.open_calls or self.broken)
+        ):
+            return  # nearly always
+        self.valid(serial, verb)
+        if serial not in (self.base, self.head):
+            raise self._stale(serial, verb)
+        self.runtime.usable(verb)
+        if serial == self.base:
+            guard()
+            if self.begun:
+                self._abandon(verb)
+            self.runtime.meet(verb)
+            self._rest_at_base()
+            self.epoch = self.runtime.epoch  # last: whoever is interrupted before that meets nobody twice
+        elif self.epoch != self.runtime.epoch or self.runtime.parted:
+            self._consume(serial, "the restart of its step (a rank abandoned it)")
+            self.runtime.meet(verb)
+            if self.executor is not None:
+                self.executor.reset()
+            self._rest_at_base()
+            raise self._stale(serial, verb)
+        elif self.open_calls:
+            self._consume(serial, "a call that was stopped")
+            raise self._stale(serial, verb)
+
+    def _abandon(self, verb: str) -> None:
+        """Drop the step that is under way: its base is used again. Ranks meet, if some of them may not abandon it."""
+        self.check_lent()
+        self.lent = None
+        if self.executor is not None:
+            self.executor.sink.check_anew()
+        self._meet()
+        self.runtime.meet(verb)  # before what is in flight is waited for
+        if self.head != self.base:
+            self._consume(self.head, "the restart of its step (the state before the step was used again)")
+        if self.executor is not None:
+            self.executor.reset()
+
+    def _meet(self) -> None:
+        """The step that is under way may have been abandoned on some ranks only. (Unless they have met since.)"""
+        if self.epoch == self.runtime.epoch:
+            self.runtime.restart(self.number)
+
+    def _rest_at_base(self) -> None:
+        """Nothing is under way: the base is the newest state."""
+        self.head, self.open_calls, self.busy = self.base, 0, False
+
+    def __enter__(self) -> None:
+        """A call works on the lineage. If it is stopped, it stays open."""
+        self.open_calls += 1
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None or self.call_changed_nothing:
+            if self.open_calls:  # else it has ended with the step
+                self.open_calls -= 1
+            self.call_changed_nothing = False
+
+    def unchanged(self) -> None:
+        """The call is about to raise, and nothing has changed by it."""
+        self.call_changed_nothing = True
 
     @property
-    def beside_backward(self) -> tuple[str, ...]:
-        """The buckets that the last eager step reduced once, and updated beside its backward."""
-        return self.executor.sink.updated_beside if self.executor else ()
+    def begun(self) -> bool:
+        """Whether a step is under way, if only because a verb was stopped."""
+        return self.head != self.base or self.open_calls > 0
 
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether the step keeps all main gradients: none is used up where it comes."""
-        return self.executor is None or self.executor.sink.keeps_all
+    def others_begun(self) -> bool:
+        """Whether steps of other lineages are under way."""
+        return any(other.begun for other in self.runtime.lineages.values() if other is not self)
+
+    # ---------------------------------------------------------------- who only looks
+
+    def look(self, serial: int) -> None:
+        """Before ranks communicate about the base outside a step: they meet if one of them may have abandoned it.
+
+        Never consumes: where all ranks look from the same place, the step goes on afterwards.
+        """
+        self.follow()
+        self.runtime.usable("a look at this state")
+        if serial == self.base and self.begun:
+            self._meet()
+        self.runtime.meet("a look at this state")
+
+    @contextmanager
+    def looking(self, state: Any) -> Iterator[None]:
+        """What ranks communicate within is about this state, and consumes nothing; who is stopped in it meets them."""
+        self.look(state.version.serial)
+        guard()
+        with self, self.off_plan(state):
+            yield
+        self.looked()
+
+    def looked(self) -> None:
+        """Whoever looked is done: unless a step is under way, the program's own handler of interrupts is back."""
+        if not self.begun and not self.others_begun():
+            leave()
+
+    def off_plan(self, state: Any) -> AbstractContextManager[None]:
+        """What ranks communicate within is no part of a plan; see `Executor.off_plan`."""
+        return nullcontext() if self.executor is None else self.executor.off_plan(state)
+
+    def rest(self, verb: str) -> None:
+        """The step so far only looked at weights: back to the base, which every rank goes on from."""
+        if self.head != self.base:
+            self._consume(self.head, verb)
+        self.head, self.busy = self.base, False
+
+    def touched(self) -> None:
+        """Compute reads what the state owns, perhaps in the middle of a step, whose updates have to wait for that."""
+        if self.executor is not None:
+            self.executor.sink.touched()
+
+    def note_reads(self, mark: Any) -> None:
+        """Up to this mark a lane reads weights beside compute."""
+        self.reads = mark
+
+    def end_reads(self) -> None:
+        """Weights are about to change: compute waits for what a lane reads of them. (A graph waits for all lanes.)"""
+        if self.reads is not None and not self.runtime.capturing:
+            self.runtime.lanes.wait(self.reads)
+        self.reads = None
+
+    # ---------------------------------------------------------------- what was lent
+
+    def lend(self, tree: LentTree) -> None:
+        """The step hands out the whole tree."""
+        self.lent = tree
+
+    def check_lent(self) -> None:
+        """What the step has handed out is what it was: the whole tree, and units of which the executor has noted it.
+
+        Raises:
+            ScheduleError: an operation has written into it. Where it is the state's own, the lineage is of no more use.
+        """
+        buckets = self.lent.changed if self.lent else []
+        if self.executor is not None and (written := self.executor.gathers.written):
+            buckets += [bucket for unit in written for bucket in self.layout.by_name[unit].buckets]
+            written.clear()
+        if buckets:
+            self.lent = None
+            self.spoil(buckets, spoilt())
+            raise changed([leaf.path for bucket in buckets for leaf in bucket.leaves], "in place")
+
+    def spoil(self, buckets: Iterable[Bucket], why: str) -> None:
+        """What was lent of these buckets was changed. Where it is the state's own (replicated weights), the lineage is
+        of no more use, and every use says why."""
+        if not all(bucket.gathers(self.spec.schedule.debug) for bucket in buckets):
+            self.broken = why
+
+    # ---------------------------------------------------------------- the end of a step
+
+    def commit(self, version: Version, new: Any) -> None:
+        """The step that ends with `version` is taken: its result is the new base."""
+        self.renew(version, new, f"step() number {self.steps + 1}")
+        self.steps += 1
+        self.commits += 1
+
+    def renew(self, version: Version, new: Any, by: str) -> None:
+        """The base is consumed, and what came of it up to `version`: `new` is the base now, as the serial after the
+        latest."""
+        (version.origin.version if version.origin else version).spent = True
+        self.taken = _without_version(new)
+        self._consume(self.base, by)
+        self._consume(version.serial, by)
+        self.lent = None
+        torch.clear_autocast_cache()  # its casts are kept by tensor, and tensors that are lent come again
+        self.latest += 1
+        self.base = self.head = self.latest
+        self.open_calls, self.busy = 0, False
+
+    def give_up(self, why: str) -> None:
+        """States of this lineage are of no more use: every use says why."""
+        self.broken = why
+
+    def position(self) -> Position:
+        """Where the lineage stands, for `go_back`."""
+        return Position(self.base, self.head, self.steps, self.commits, self.epoch, self.broken, self.taken)
+
+    def go_back(self, position: Position) -> None:
+        """The step that began there was only captured, or replayed, and not taken, on any rank."""
+        self.base, self.head, self.steps, self.commits, self.epoch, self.broken, self.taken = position
+        self.open_calls, self.busy = 0, False
+
+    # ---------------------------------------------------------------- traced steps
 
     @property
     def graphed(self) -> bool:
@@ -191,223 +410,46 @@ class Lineage:
             self.steps, self.counted = int(count if self.offset is None else count + self.offset), True
         return self.steps
 
-    def advance(self, state: S, verb: str | tuple[str, Any], grads: Any = None, busy: bool = True) -> S:
-        """The state after a verb, in words or with its units, perhaps with other gradients. Consumes `state`, which has
-        entered.
+    def for_graphs(self) -> tuple[str, str]:
+        """Have what traced verbs go by. Compilers run it when they trace, as a function whose result is constant.
 
-        Args:
-            busy: whether lanes may still be at work on it.
+        Returns the kind of an error and its text, which compilers would wrap; both are "" if all is well.
+
+        Collective where there is none yet: on CPUs a group of one thread for each axis.
         """
-        version: Version = state.version  # type: ignore[attr-defined]  # of any State
-        self.busy |= busy
-        self.latest = self.head = serial = self.latest + 1
-        if version.serial != self.base:
-            self.consumed[version.serial] = verb
-            if not serial % REMEMBER:
-                self._forget()
-        new = object.__new__(type(state))
-        fields = new.__dict__
-        fields.update(state.__dict__)
-        cursor = None if self.executor is None else self.executor.progress.position.cursor
-        fields["version"] = Version(self, serial, version.origin or state, cursor)
-        if grads is not None:
-            fields["grads"] = grads
-        return new
+        try:
+            self.graph_plan = self.graph_plan or _graph_plan(self.layout, self.spec, self.runtime)
+        except FsdpError as error:
+            return type(error).__name__, str(error)
+        return "", ""
 
-    def __enter__(self) -> None:
-        """A call works on the lineage. If it is stopped, it stays open."""
-        self.open_calls += 1
+    for_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result's mark
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None or self.call_changed_nothing:
-            if self.open_calls:  # else it has ended with the step
-                self.open_calls -= 1
-            self.call_changed_nothing = False
+    # ---------------------------------------------------------------- what is under way
 
-    def unchanged(self) -> None:
-        """The call is about to raise, and nothing has changed by it."""
-        self.call_changed_nothing = True
+    def have_executor(self, layout: Layout, spec: Spec, residual: Any) -> Executor:
+        """What carries out this lineage's schedule, made when it is first asked for."""
+        if self.executor is None:
+            self.executor = Executor(self.runtime, layout, spec, residual)
+            if self.activations:
+                self.executor.note_activations((*self.activations.items(),))
+        return self.executor
 
-    def enter(self, serial: int, verb: str) -> None:
-        """Check that the state `serial` may be used; begin the step anew if it is the base of an abandoned one.
-
-        What the verb then does, it does in `with lineage:`. If it is stopped there, what is in flight is ahead of
-        every state, and whoever enters next abandons the step.
-        """
-        if (
-            serial == self.head != self.base
-            and self.epoch == self.runtime.epoch
-            and not (self.open_calls or self.broken)
-        ):
-            return  # nearly always
-        self.valid(serial, verb)
-        if serial not in (self.base, self.head):
-            raise self._stale(serial, verb)
-        self.runtime.usable(verb)
-        if serial == self.base:
-            guard()
-            if self.begun:
-                self.check_lent()
-                self.lent = None
-                if self.executor is not None:
-                    self.executor.sink.check_anew()
-                self._meet()
-                self.runtime.meet(verb)  # before what is in flight is waited for
-                if self.head != self.base:
-                    self._consume(self.head, "the restart of its step (the state before the step was used again)")
-                if self.executor is not None:
-                    self.executor.reset()
-            self.runtime.meet(verb)
-            self.head, self.epoch = self.base, self.runtime.epoch
-            self.open_calls, self.busy = 0, False
-        elif self.epoch != self.runtime.epoch or self.runtime.parted:
-            self._consume(serial, "the restart of its step (a rank abandoned it)")
-            self.runtime.meet(verb)
-            if self.executor is not None:
-                self.executor.reset()
-            self.head, self.open_calls, self.busy = self.base, 0, False
-            raise self._stale(serial, verb)
-        elif self.open_calls:
-            self._consume(serial, "a call that was stopped")
-            raise self._stale(serial, verb)
-
-    def check_lent(self) -> None:
-        """What the step has handed out is what it was: the whole tree, and units of which the executor has noted it.
-
-        Raises:
-            ScheduleError: an operation has written into it. Where it is the state's own, the lineage is of no more use.
-        """
-        buckets = self.lent.changed if self.lent else []
-        if self.executor is not None and (written := self.executor.gathers.written):
-            buckets += [bucket for unit in written for bucket in self.layout.by_name[unit].buckets]
-            written.clear()
-        if buckets:
-            self.lent = None
-            self.spoil(buckets, spoilt())
-            raise changed([leaf.path for bucket in buckets for leaf in bucket.leaves], "in place")
-
-    def lend(self, tree: LentTree) -> None:
-        """The step hands out the whole tree."""
-        self.lent = tree
-
-    def give_up(self, why: str) -> None:
-        """States of this lineage are of no more use: every use says why."""
-        self.broken = why
-
-    def position(self) -> Position:
-        """Where the lineage stands, for `go_back`."""
-        return Position(self.base, self.head, self.steps, self.commits, self.epoch, self.broken, self.taken)
-
-    def go_back(self, position: Position) -> None:
-        """The step that began there was only captured, or replayed, and not taken, on any rank."""
-        self.base, self.head, self.steps, self.commits, self.epoch, self.broken, self.taken = position
-        self.open_calls, self.busy = 0, False
-
-    def spoil(self, buckets: Iterable[Bucket], why: str) -> None:
-        """What was lent of these buckets was changed. Where it is the state's own (replicated weights), the lineage is
-        of no more use, and every use says why."""
-        if not all(bucket.gathers(self.spec.schedule.debug) for bucket in buckets):
-            self.broken = why
+    def drop_executor(self) -> None:
+        """Give back what it keeps between steps. Compute has waited for all that was under way."""
+        self.executor = None
 
     @property
-    def begun(self) -> bool:
-        """Whether a step is under way, if only because a verb was stopped."""
-        return self.head != self.base or self.open_calls > 0
+    def beside_backward(self) -> tuple[str, ...]:
+        """The buckets that the last eager step reduced once, and updated beside its backward."""
+        return self.executor.sink.updated_beside if self.executor else ()
 
-    def others_begun(self) -> bool:
-        """Whether steps of other lineages are under way."""
-        return any(other.begun for other in self.runtime.lineages.values() if other is not self)
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the step keeps all main gradients: none is used up where it comes."""
+        return self.executor is None or self.executor.sink.keeps_all
 
-    def valid(self, serial: int | None, verb: str) -> None:
-        """Check that what the state `serial` (None: the base) owns still has its values: no step consumed it, none was
-        cut short."""
-        self.follow()
-        if self.broken:
-            raise StaleStateError(f"{verb}: {self.broken}")
-        if serial is not None and serial < self.base:
-            raise self._stale(serial, verb)
-
-    def consumer(self, serial: int) -> str:
-        """What consumed the state `serial`, in words."""
-        by = self.consumed.get(serial, "a compiled step()" if serial == SPENT else "an earlier call")
-        if isinstance(by, str):
-            return by
-        units = (by[1],) if isinstance(by[1], str) else by[1]
-        return f"{by[0]}({', '.join(map(repr, units))})"
-
-    def look(self, serial: int) -> None:
-        """Before ranks communicate about the base outside a step: they meet if one of them may have abandoned it.
-
-        Never consumes: where all ranks look from the same place, the step goes on afterwards.
-        """
-        self.follow()
-        self.runtime.usable("a look at this state")
-        if serial == self.base and self.begun:
-            self._meet()
-        self.runtime.meet("a look at this state")
-
-    @contextmanager
-    def looking(self, state: Any) -> Iterator[None]:
-        """What ranks communicate within is about this state, and consumes nothing; who is stopped in it meets them."""
-        self.look(state.version.serial)
-        guard()
-        with self, self.off_plan(state):
-            yield
-        self.looked()
-
-    def looked(self) -> None:
-        """Whoever looked is done: unless a step is under way, the program's own handler of interrupts is back."""
-        if not self.begun and not self.others_begun():
-            leave()
-
-    def off_plan(self, state: Any) -> AbstractContextManager[None]:
-        """What ranks communicate within is no part of a plan; see `Executor.off_plan`."""
-        return nullcontext() if self.executor is None else self.executor.off_plan(state)
-
-    def _meet(self) -> None:
-        """The step that is under way may have been abandoned on some ranks only. (Unless they have met since.)"""
-        if self.epoch == self.runtime.epoch:
-            self.runtime.restart(self.number)
-
-    def touched(self) -> None:
-        """Compute reads what the state owns, perhaps in the middle of a step, whose updates have to wait for that."""
-        if self.executor is not None:
-            self.executor.sink.touched()
-
-    def note_reads(self, mark: Any) -> None:
-        """Up to this mark a lane reads weights beside compute."""
-        self.reads = mark
-
-    def end_reads(self) -> None:
-        """Weights are about to change: compute waits for what a lane reads of them. (A graph waits for all lanes.)"""
-        if self.reads is not None and not self.runtime.capturing:
-            self.runtime.lanes.wait(self.reads)
-        self.reads = None
-
-    def rest(self, verb: str) -> None:
-        """The step so far only looked at weights: back to the base, which every rank goes on from."""
-        if self.head != self.base:
-            self._consume(self.head, verb)
-        self.head, self.busy = self.base, False
-
-    def commit(self, version: Version, new: Any) -> None:
-        """The step that ends with `version` is taken: its result is the new base."""
-        self.renew(version, new, f"step() number {self.steps + 1}")
-        self.steps += 1
-        self.commits += 1
-
-    def renew(self, version: Version, new: Any, by: str) -> None:
-        """The base is consumed, and what came of it up to `version`: `new` is the base now, as the serial after the
-        latest."""
-        (version.origin.version if version.origin else version).spent = True
-        self.taken = _without_version(new)
-        self._consume(self.base, by)
-        self._consume(version.serial, by)
-        self.lent = None
-        torch.clear_autocast_cache()  # its casts are kept by tensor, and tensors that are lent come again
-        self.latest += 1
-        self.base = self.head = self.latest
-        self.open_calls, self.busy = 0, False
+    # ---------------------------------------------------------------- what another lineage has from here on
 
     def moves(self, verb: str) -> None:
         """A verb begins to take what the states hold. If it is stopped, nothing has it whole."""
@@ -433,24 +475,6 @@ class Lineage:
             found.append(following)
             following = following.successor
         return found
-
-    def _consume(self, serial: int, what: str) -> None:
-        self.consumed[serial] = what
-        self._forget()
-
-    def _forget(self) -> None:
-        if len(self.consumed) > 2 * REMEMBER:
-            self.consumed = dict(list(self.consumed.items())[-REMEMBER:])
-
-    def _stale(self, serial: int, verb: str) -> StaleStateError:
-        by = self.consumer(serial)
-        other = ", or begin again from the state before the step"
-        if "step()" in by:  # compiled steps keep nothing
-            other = " (fsdp.newest gives it)" if self.taken else ""
-        return StaleStateError(
-            f"{verb}: this State was consumed by {by}. Use the State that that call returned{other}; to keep an "
-            "old one, copy.deepcopy it between steps."
-        )
 
 
 def _without_version(state: Any) -> dict[str, Any]:
