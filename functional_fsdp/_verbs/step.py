@@ -96,7 +96,8 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
         lineage.runtime.remark("step(skip=True)")
     executor = state._executor
     with lineage:
-        executor.sink.set_gradients(state.grads)
+        if state.grads is not executor.sink.grads:
+            executor.sink.set_gradients(state.grads)
         if executor.sink.consumers:
             executor.sink.check(state, skip)
         executor.finish(state)
@@ -117,7 +118,7 @@ def _vote_and_take(state: State, skip: Any) -> State:
     trainable = state.layout.trainable
     main = {name: state.main[name] for name in trainable}
     copies = [state.weights[name].local for name in trainable if name in state.weights]
-    owned = Versions([buffer.local for buffer in main.values()] + tensors_of(state.opt) + copies)
+    owned = versions_of([buffer.local for buffer in main.values()] + tensors_of(state.opt) + copies)
     compare = lineage.runtime.compare
     if profiler._is_profiler_enabled:
         compare = ranged(compare, "vote")
@@ -140,16 +141,17 @@ def _vote_and_take(state: State, skip: Any) -> State:
     return new
 
 
-class Versions:
-    """The versions of tensors, as they are now."""
+Versions = tuple[Sequence[torch.Tensor], list[int]]  # of tensors, as they were
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors, self.versions = tensors, [*map(VERSION, tensors)]
 
-    @property
-    def changed(self) -> bool:
-        """Whether an operation has written into one of them since."""
-        return [*map(VERSION, self.tensors)] != self.versions
+def versions_of(tensors: Sequence[torch.Tensor]) -> Versions:
+    return tensors, [*map(VERSION, tensors)]
+
+
+def written_since(before: Versions) -> bool:
+    """Whether an operation has written into one of the tensors."""
+    tensors, versions = before
+    return [*map(VERSION, tensors)] != versions
 
 
 @uninterruptible
@@ -157,14 +159,14 @@ def _take(state: State, main: Main, skip: Any, given: Leaves, before: Kept, owne
     """The step itself, from the moment on in which ranks cannot take it back. An interrupt waits."""
     lineage = state.version.lineage
     guard()
-    gradients = Versions([buffer.local for buffer in state._executor.sink.grads.values()])
+    gradients = versions_of([buffer.local for buffer in state._executor.sink.grads.values()])
     lineage.runtime.confirm()
     try:
         new = _next_state(state, main, skip, given, before)
     except BaseException as error:
-        if owned.changed:
+        if written_since(owned):
             _give_up(state, error)
-        elif not gradients.changed:  # else the step has to begin anew
+        elif not written_since(gradients):  # else the step has to begin anew
             lineage.unchanged()
         raise
     arrive(lineage.others_begun())
