@@ -354,7 +354,8 @@ class Gathers:
             if other.address < end and begin < other.address + other.nbytes:  # `Plan.overlap`, without a call
                 if name in self.flying:  # it was skipped: nobody waited for it
                     self.run.lanes.wait(self.flying.pop(name).gathered)
-                mark = self.released.pop(name, mark)
+                else:
+                    mark = self.released.pop(name)
         return mark
 
 
