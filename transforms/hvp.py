@@ -98,7 +98,7 @@ def _driven(driven: Forward, loss_fn: Any) -> Callable[[State, Buffers, Any], tu
             def gradient(model: nn.Module, batch: Any) -> torch.Tensor:
                 def inside(anchor: torch.Tensor) -> Any:
                     driven.lend(state)
-                    with driver.lifting(Primals(driver, anchor)):
+                    with driver.levels.lifting(Primals(driver, anchor), driver.weights):
                         return values(loss_fn(model, batch))
 
                 loss, back = vjp_of(inside, torch.zeros((), device=driver.device))

@@ -30,7 +30,7 @@ from .._compile.startup import waiting
 from .._modules.unit_modules import Leaf, each_once, find_unit_modules, leaves_of, order_of, slots_of
 from .._uses import USES, Uses
 from .buffers import changed, clear, spoilt
-from .levels import Visit, outside_levels
+from .levels import Levels, outside_levels
 from .placeholders import Places, note_place, precisions
 from .unit_calls import Slot, UnitCall
 from .unit_uses import Gradients, Start, UnitUse, Weights, no_output, refuse_transform, traced_by
@@ -108,6 +108,7 @@ class Driver:
         self.watcher: Any = None  # what the forwards of units are called through, see `Session.watcher`
         self.caller: FrameType | None = None  # whose `with` it is that runs
         self.order: Any = None
+        self.levels = Levels()  # of torch.func's, in which units are used
         self._clear()
 
     def deliver(self, reduce: Callable[..., State], watch: Callable[[str, Gradients], None] | None) -> None:
@@ -121,11 +122,6 @@ class Driver:
         self.stack: list[UnitCall] = []  # unit modules that are being called, outermost first
         self.calls: list[UnitUse] = []  # of this forward
         self.active: list[UnitUse] = []  # whose backward is under way
-        self.visits: list[Visit] = []  # of units that levels use, see `levels`
-        self.one_thread: Any = None  # while there are some: what has backwards run on this thread
-        self.inner: list[Visit] = []  # through which inner backwards go
-        self.lifts: list[Any] = []  # what lies beside gathered weights for levels that are under way, outermost first
-        self.past_lifts: list[Any] = []  # and for those that are over, to which a backward may come
         self.last = True  # whether no microbatch follows
         self.samples = 0  # how many samples have gradients of their own
         self.pending: dict[str, int] = {}  # gradients of a unit that are still to come
@@ -207,7 +203,7 @@ class Driver:
             if trains:
                 session.end(self.state, tuple(self.trace[0]), tuple(self.trace[1]))
         except RuntimeError as error:
-            paths = [use.unit_call.path for use in (*self.active, *self.inner) if use.unit_call is not None]
+            paths = [use.unit_call.path for use in (*self.active, *self.levels.inner) if use.unit_call is not None]
             if paths and in_backward(error):
                 note_place(error, f"In the backward of the module {paths[-1]!r}.")
             raise
@@ -219,10 +215,11 @@ class Driver:
         for unit_call in self.unit_calls:
             if unit_call.inside:
                 unit_call.empty()
-        for use in (*self.calls, *self.visits):
+        for use in (*self.calls, *self.levels.visits):
             use.clear()
-        if self.one_thread is not None:
-            self.one_thread.__exit__(None, None, None)
+        if self.levels.visits or self.levels.kept:
+            self.levels.end()
+            self.levels = Levels()
         if self.state is not None and self.device in USES:
             self.uses.end(self)
         self._clear()
@@ -268,7 +265,7 @@ class Driver:
                 self.uses.count(self, units, self.differentiating)
             self.gathering = True
             self.fetch(units, off_plan or NONE)
-            for lift in (*self.lifts, *self.past_lifts):
+            for lift in self.levels.kept:
                 lift.gather(units)
             self.gathering = False
         return frozenset(session.off_plan(units)) if session.fallback else NONE
@@ -324,56 +321,21 @@ class Driver:
         """Gathered weights."""
         return [self.weights[unit][key] for unit, key in leaves]
 
-    @contextmanager
-    def lifting(self, lift: Any) -> Iterator[None]:
-        """Within, weights enter a level of torch.func's in this way. What it gathers stays with them until all is over:
-        a backward may come to it."""
-        self.lifts.append(lift)
-        try:
-            lift.gather(tuple(self.weights))
-            yield
-        finally:
-            self.past_lifts.append(self.lifts.pop())
-
-    def lift(self, tensors: list[torch.Tensor], leaves: Sequence[Leaf], copied: bool = False) -> list[torch.Tensor]:
-        """Weights, as levels that are under way have them."""
-        for lift in self.lifts:
-            tensors = lift.lift(tensors, leaves, copied)
-        return tensors
-
-    def lent(self, t: torch.Tensor) -> bool:
-        """Whether a tensor lies in bytes that levels which are under way have beside gathered weights."""
-        return any(lift.lent(t) for lift in self.lifts)
-
     def spread(self, weights: Tensors) -> Tensors:
         """For each sample one of each of these: so gradients are each sample's."""
         return [t.expand(self.samples, *t.shape) for t in weights]
 
     def release(self, units: tuple[str, ...] | None = None) -> None:
         """Give back units, by default all."""
-        if self.inner and units is None:
-            self.close()
+        if self.levels.inner and units is None:
+            self.levels.leave()
         names = tuple(self.weights) if units is None else units
         if names:
             for name in names:
                 del self.weights[name]
-            for lift in (*self.lifts, *self.past_lifts):
+            for lift in self.levels.kept:
                 lift.release(names)
             self.state = release(self.state, names)
-
-    def visited(self, visit: Visit) -> None:
-        """A visit begins, through which inner backwards may go: these gather, and so run on this thread, also for a
-        GPU."""
-        self.visits.append(visit)
-        if self.one_thread is None:
-            self.one_thread = torch.autograd.set_multithreading_enabled(False)
-
-    def close(self, keep: Sequence[Any] = ()) -> None:
-        """Inner backwards are over, but for passages through the unit calls in `keep`."""
-        for visit in self.inner:
-            if visit.unit_call not in keep:
-                visit.left()
-        self.inner = [visit for visit in self.inner if visit.unit_call in keep]
 
     def leaf(self, leaf: Leaf) -> torch.Tensor:
         """A copy of one weight, for a use outside its unit module."""
@@ -381,7 +343,7 @@ class Driver:
         if torch_private.func_interpreter() is not None:
             with outside_levels():
                 found = [self.leaf(leaf)]
-            return self.lift(found, [leaf], copied=True)[0]
+            return self.levels.lift(found, [leaf], copied=True)[0]
         if self.state is None:
             raise ScheduleError(f"the weight {leaf[1]!r} of the unit {leaf[0]!r} was used after the model had run.")
         unit, key = leaf

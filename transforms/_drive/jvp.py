@@ -58,7 +58,7 @@ def moved(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
         zero = torch.zeros((), device=driver.device)  # torch's jvp wants an input
 
         def inside(_: torch.Tensor) -> Any:
-            with driver.lifting(Tangents(driver, tangents)):
+            with driver.levels.lifting(Tangents(driver, tangents), driver.weights):
                 return values(fn(model, *args, **kwargs))
 
         try:
@@ -285,7 +285,7 @@ class Samples(Members):
 @contextmanager
 def each_in(driver: Driver, members: Members) -> Iterator[None]:
     """Within, inside of a vmap, the model computes with the weights of each member, or sample."""
-    with driver.lifting(members), PaddedEmbeddings():
+    with driver.levels.lifting(members, driver.weights), PaddedEmbeddings():
         yield
 
 

@@ -13,7 +13,7 @@ depth. Weights enter the step's graph once, at the call: their gradient is compl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ import torch
 from functional_fsdp import PackedWeight, ScheduleError
 from functional_fsdp._seams import torch_private
 
-from .._modules.unit_modules import map_tensors
+from .._modules.unit_modules import Leaf, map_tensors
 from .placeholders import WeightPlaceholder
 from .unit_uses import Gradients, Trained, UnitUse, no_output, refuse_second_order
 
@@ -46,6 +46,64 @@ def outside_levels() -> Iterator[tuple[bool, bool]]:
         yield records, bool(modes)
 
 
+class Levels:
+    """What a driver keeps for levels of torch.func's, in one forward and its backward.
+
+    Attributes:
+        visits: of units that levels use; inner: those through which inner backwards go.
+        lifts: what lies beside gathered weights for levels that are under way, outermost first; kept: for these, and
+            for those that are over, to which a backward may come.
+    """
+
+    def __init__(self) -> None:
+        self.visits: list[Visit] = []
+        self.inner: list[Visit] = []
+        self.lifts: list[Any] = []
+        self.kept: list[Any] = []
+        self._one_thread: Any = None
+
+    def begin(self, visit: Visit) -> None:
+        """A visit begins, through which inner backwards may go: these gather, and so run on this thread, also for a
+        GPU."""
+        self.visits.append(visit)
+        if self._one_thread is None:
+            self._one_thread = torch.autograd.set_multithreading_enabled(False)
+
+    def leave(self, keep: Sequence[Any] = ()) -> None:
+        """Inner backwards are over, but for passages through the unit calls in `keep`."""
+        for visit in self.inner:
+            if visit.unit_call not in keep:
+                visit.left()
+        self.inner = [visit for visit in self.inner if visit.unit_call in keep]
+
+    def end(self) -> None:
+        """Nothing runs any more."""
+        if self._one_thread is not None:
+            self._one_thread.__exit__(None, None, None)
+
+    @contextmanager
+    def lifting(self, lift: Any, units: Iterable[str]) -> Iterator[None]:
+        """Within, weights enter a level in this way; these units are gathered already. What it gathers stays with them
+        until all is over."""
+        self.lifts.append(lift)
+        self.kept.append(lift)
+        try:
+            lift.gather(tuple(units))
+            yield
+        finally:
+            self.lifts.pop()
+
+    def lift(self, tensors: list[torch.Tensor], leaves: Sequence[Leaf], copied: bool = False) -> list[torch.Tensor]:
+        """Weights, as levels that are under way have them."""
+        for lift in self.lifts:
+            tensors = lift.lift(tensors, leaves, copied)
+        return tensors
+
+    def lent(self, t: torch.Tensor) -> bool:
+        """Whether a tensor lies in bytes that levels which are under way have beside gathered weights."""
+        return any(lift.lent(t) for lift in self.lifts)
+
+
 class Visit(UnitUse):
     """A time for which a unit module's weights are there: a call, or an inner backward's passage through one.
 
@@ -60,7 +118,7 @@ class Visit(UnitUse):
         self.call, self.session = call or self, driver.session
         self.passage: Visit | None = None
         self.anchor: torch.Tensor | None = None
-        driver.visited(self)
+        driver.levels.begin(self)
 
     def passed(self) -> Visit:
         """An inner backward comes to what this visit computed: its weights are needed."""
@@ -71,17 +129,17 @@ class Visit(UnitUse):
                 f"a pullback through the module {unit_call.unit_module.path!r} was called after the loss function, or "
                 "the function that T.apply was given, had returned: its weights are gone. Call it inside."
             )
-        if self.passage is not None and self.passage in driver.inner:
+        if self.passage is not None and self.passage in driver.levels.inner:
             return self.passage
         self.refuse_changed()
         visit = self.passage = Visit(driver, unit_call, {}, self.call)
         visit.parents += [around for around in self.parents if around not in driver.stack]
         visit.lent, visit.tensors, visit.off_plan = self.lent, self.tensors, self.off_plan
-        driver.close(visit.parents)
+        driver.levels.leave(visit.parents)
         with outside_levels():
             driver.gather(unit_call.units, [*driver.busy, *visit.parents], self.off_plan)
             driver.regathered(visit)
-        driver.inner.append(visit)
+        driver.levels.inner.append(visit)
         if not visit.again:
             driver.calls.append(visit)
         return visit
@@ -139,10 +197,10 @@ def entered(unit_call: Any, function: Callable[..., Any], args: Any, kwargs: Any
         use = UnitUse(driver, unit_call, {}, False)
         if records or differentiates:
             use = Visit(driver, unit_call, unit_call.trained_keys if records else {})
-        unit_call.lend(use, [*driver.busy, *(visit.unit_call for visit in driver.inner)])
+        unit_call.lend(use, [*driver.busy, *(visit.unit_call for visit in driver.levels.inner)])
         storages = use.storages()
-    if driver.lifts:
-        use.tensors[:] = driver.lift(use.tensors, unit_call.leaves)
+    if driver.levels.lifts:
+        use.tensors[:] = driver.levels.lift(use.tensors, unit_call.leaves)
     unit_call.form(use.tensors)
     given = [Given(t) for t in each_tensor((args, kwargs))]
     if isinstance(use, Visit) and differentiates:
@@ -153,8 +211,8 @@ def entered(unit_call: Any, function: Callable[..., Any], args: Any, kwargs: Any
 
 def leave_passages(driver: Driver) -> None:
     """A module is called: inner backwards are over, unless it is one that calls it."""
-    if driver.inner and torch_private.autograd_node() is None:
-        driver.close()
+    if driver.levels.inner and torch_private.autograd_node() is None:
+        driver.levels.leave()
 
 
 class Given:
@@ -227,7 +285,7 @@ def leave(visit: Visit | None, unit_call: Any, storages: list[int], given: list[
             t = t.value()
         base = torch_private.base_of(t)
         lent = base.untyped_storage()._cdata in storages if base.layout is torch.strided else False
-        if lent or isinstance(t, PackedWeight) or (driver.lifts and driver.lent(t)):
+        if lent or isinstance(t, PackedWeight) or driver.levels.lent(t):
             t = t.clone()
         if visit is not None and (t.is_floating_point() or t.is_complex()):
             found.append(t)
@@ -315,7 +373,7 @@ class Entry(Boundary):
                 raise no_output(visit.unit_call)
             return None, *grads
         passage = visit.passage
-        if passage is None or passage not in visit.driver.inner:
+        if passage is None or passage not in visit.driver.levels.inner:
             raise no_output(visit.unit_call)
         return None, *passage.exit(grads)
 

@@ -214,7 +214,7 @@ class UnitCall:
             args, kwargs = cast_inputs(args, kwargs, self.inputs)
         if torch_private.func_interpreter() is not None or forward_ad._current_level >= 0:
             return levels.entered(self, function, args, kwargs)
-        if driver.inner:
+        if driver.levels.inner:
             levels.leave_passages(driver)
         records = torch.is_grad_enabled()
         use = UnitUse(driver, self, self.trained_keys, records)
