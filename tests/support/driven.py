@@ -33,6 +33,13 @@ def raised(call: Callable[[], Any]) -> str:
     return ""
 
 
+def refused(*calls: tuple[Any, ...]) -> None:
+    """Each of these calls raises an error of the package's, whose kind and text have these words."""
+    for call, *words in calls:
+        said = raised(call)
+        assert all(text in said for text in words), (words, said)
+
+
 class Dropout(Stack):
     def run(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

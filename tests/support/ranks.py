@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import re
 import threading
 import zlib
@@ -53,8 +55,31 @@ def launch(
     Args:
         processes: always on processes: what compiles whole steps, or patches or counts in what ranks would share.
     """
-    called = re.sub(r" at 0x\w+", "", repr((fn.__name__, args, kwargs, nprocs)))
+    called = re.sub(r" at 0x\w+|/\S*/pytest-of-[^'\"]+", "", repr((fn.__name__, args, kwargs, nprocs)))
     drawn = nprocs > 1 and zlib.crc32(called.encode()) % EACH == 0  # a world of one sends nothing
     if FULL or processes or drawn:
         return fsdp.launch(fn, args, kwargs, nprocs=nprocs, timeout=timeout)
     return fsdp.launch(fn, args, kwargs, nprocs=nprocs, simulate=True)
+
+
+def each_rank(nprocs: int | str, *, processes: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test whose body, with its assertions, runs on each of so many ranks; a text names the argument that says it."""
+
+    def decorated(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**given: Any) -> None:
+            count = given[nprocs] if isinstance(nprocs, str) else nprocs
+            launch(_body_of, (body.__module__, body.__name__, given), nprocs=count, processes=processes)
+
+        return test
+
+    return decorated
+
+
+def by_rank(handles: Any) -> list[Any]:
+    """What simulated ranks returned, some handles each."""
+    return [*zip(*(handle.get() for handle in handles), strict=True)]
+
+
+def _body_of(module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**given)
