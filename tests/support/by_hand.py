@@ -1,4 +1,4 @@
-"""A step by hand, unit by unit, of a model that is given in stages."""
+"""Passes by hand, unit by unit, of a model that is given in stages."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 
 
-def step_by_hand(
+def passes_by_hand(
     state: fsdp.State,
     stage: Callable[[str], Callable[..., torch.Tensor]],
     h: torch.Tensor,
     look: Callable[[dict[str, Any]], None] = lambda grads: None,
 ) -> tuple[fsdp.State, torch.Tensor]:
-    """The state after a step, and the loss. stage(unit)(weights, h) -> h, of the last unit the loss. look: at the
+    """The state with gradients, and the loss. stage(unit)(weights, h) -> h, of the last unit the loss. look: at the
     gradients of each unit."""
     pullbacks = {}
     for unit in state.units:
@@ -31,4 +31,15 @@ def step_by_hand(
         look(dw)
         state = fsdp.reduce(state, dw, unit)
         state = fsdp.release(state, unit)
-    return fsdp.step(state), h
+    return state, h
+
+
+def step_by_hand(
+    state: fsdp.State,
+    stage: Callable[[str], Callable[..., torch.Tensor]],
+    h: torch.Tensor,
+    look: Callable[[dict[str, Any]], None] = lambda grads: None,
+) -> tuple[fsdp.State, torch.Tensor]:
+    """The state after a step."""
+    state, loss = passes_by_hand(state, stage, h, look)
+    return fsdp.step(state), loss

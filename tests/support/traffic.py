@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +30,23 @@ class Stack(nn.Module):
         return x
 
 
+@contextmanager
+def issued(state: fsdp.State, see: Callable[[Collective, torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
+    """Each collective of this rank's lanes is seen, with what it fills and what it is given, and then issued."""
+    lanes: Any = state._executor.run.lanes
+    real = lanes.collective
+
+    def collective(hop: Collective, out: torch.Tensor, given: torch.Tensor, group: Any) -> Any:
+        see(hop, out, given)
+        return real(hop, out, given, group)
+
+    lanes.collective = collective
+    try:
+        yield
+    finally:
+        del lanes.collective
+
+
 def counted(preset: str, micro: int, precision: fsdp.Precision) -> tuple[list[Traffic], dict[str, int], int]:
     """The traffic of each microbatch and of the step after them; bytes that the state holds; padded elements."""
     counts: Counter[str] = Counter()
@@ -48,18 +67,14 @@ def counted(preset: str, micro: int, precision: fsdp.Precision) -> tuple[list[Tr
     x = torch.ones(2, 32, dtype=precision.compute or F32, device=state.count.device)
     state = fsdp.step(forward_backward(state, x)[0])  # the first step looks at the order of use
     seen = []
-    lanes: Any = state._executor.run.lanes
-    real = lanes.collective
 
-    def counting(hop: Collective, out: torch.Tensor, given: torch.Tensor, group: Any) -> Any:
+    def counting(hop: Collective, out: torch.Tensor, given: torch.Tensor) -> None:
         larger = max(t.numel() * t.element_size() for t in (out, given))
         if larger > 64:  # no metrics
             counts[hop.kind] += 1
             sizes[hop.kind] += larger
-        return real(hop, out, given, group)
 
-    lanes.collective = counting
-    try:
+    with issued(state, counting):
         for k in range(micro):
             state, _ = forward_backward(state, x, last_microbatch=k == micro - 1)
             if k == micro - 1:
@@ -74,6 +89,4 @@ def counted(preset: str, micro: int, precision: fsdp.Precision) -> tuple[list[Tr
         held["opt"] = sum(t.nbytes for tree in state.opt for t in (buffer.local for buffer in tree.values()))
         fsdp.step(state)
         seen.append(since())
-    finally:
-        del lanes.collective
     return seen, held, sum(bucket.numel for bucket in state.layout.buckets.values())
