@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,11 +19,12 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from support.presets import AXES, PRESETS, ranks_of
 from support.problems import batch, loss_fn, mesh_and_placement, net
-from support.streams import ordered
+from support.ranks import each_rank, launch
+from support.streams import Order, ordered
 from support.tables import FULL, marked
 
 import functional_fsdp as fsdp
-from functional_fsdp import ScheduleError, extend, launch
+from functional_fsdp import ScheduleError, extend
 from functional_fsdp import transforms as T
 from functional_fsdp._capture import arrivals
 from functional_fsdp._capture.arrivals import Arrival, Gone, Rooms, gone
@@ -35,6 +36,7 @@ from functional_fsdp.transforms._cuda_graph.capturing import GraphBuffers
 
 pytestmark = pytest.mark.usefixtures("few_groups")
 
+DEPTH = 2
 EXACT = fsdp.Precision(compute=torch.bfloat16, sum="fp32")
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adamw": lambda: fsdp.adamw(lr=lambda count: 1e-2 / (1 + count), weight_decay={"bias": 0.0, "default": 0.1}),
@@ -62,7 +64,7 @@ PRECISIONS: dict[str, Any] = {
 
 
 def made(preset: str, precision: str, optimizer: str, **schedule: Any) -> tuple[fsdp.State, Any]:
-    params, model = fsdp.functionalize(net(torch.float32))
+    params, model = fsdp.functionalize(net(torch.float32, DEPTH))
     mesh, _ = mesh_and_placement(preset)
     schedule = {"overlap_update": True, **schedule}
     spec = fsdp.Spec(
@@ -73,37 +75,51 @@ def made(preset: str, precision: str, optimizer: str, **schedule: Any) -> tuple[
     return fsdp.shard(params, spec, OPTIMIZERS[optimizer]()), T.forward_backward(model, loss_fn)
 
 
-def in_small() -> Any:
-    """Every bucket counts, and has several pieces."""
-    return mock.patch.multiple(arrivals, LEAST=0, PIECE=1 << 10)
+@contextmanager
+def in_small(watched: bool = True) -> Iterator[Order | None]:
+    """Every bucket counts, and has several pieces; lanes are streams in order."""
+    with mock.patch.multiple(arrivals, LEAST=0, PIECE=1 << 10):
+        if not watched:
+            yield None
+            return
+        with ordered() as order:
+            yield order
+
+
+on_processes = each_rank(2, processes=True)  # `ordered` patches what simulated ranks would share
 
 
 def tensors(state: fsdp.State) -> list[torch.Tensor]:
     return [leaf.clone() for leaf in pytree.tree_leaves((state.main, state.weights, state.opt, state.count))]
 
 
+def trained(state: fsdp.State, forward_backward: Any, steps: Sequence[int]) -> fsdp.State:
+    for i in steps:
+        state, _ = forward_backward(state, batch(i, dist.get_rank(), 0))
+        state = fsdp.step(state)
+    return state
+
+
 def stepped(preset: str, precision: str, optimizer: str, arrive: bool, watched: bool) -> Any:
     """What a state has after three steps and two captured ones, what raced, and how many buckets arrived in those, and
     were used up beside what came next."""
-    with in_small(), ordered() if watched else nullcontext() as order:
+    with in_small(watched) as order:
         state, forward_backward = made(preset, precision, optimizer)
+        state = trained(state, forward_backward, range(3))
         arrived = besides = 0
-        for i in range(5):
-            lineage = lineage_of(state)
-            beside = (lineage.beside_backward if watched else tuple(state.layout.trainable)) if arrive else ()
-            if i < 3:
-                state, _ = forward_backward(state, batch(i, dist.get_rank(), 0))
-                state = fsdp.step(state)
-                continue
-            capture = Capture(state, beside)
+        for i in (3, 4):
+            beside = lineage_of(state).beside_backward if watched else tuple(state.layout.trainable)
+            capture = Capture(state, beside if arrive else ())
             with capture.recording():
                 state, _ = forward_backward(state, batch(i, dist.get_rank(), 0))
-                arrived += sum(one.used for one in state._executor.sink.consumers.values())
-                besides += sum(one.used and one.beside for one in state._executor.sink.consumers.values())
+                used = [one for one in state._executor.sink.consumers.values() if one.used]
+                arrived += len(used)
+                besides += sum(one.beside for one in used)
                 state = fsdp.step(state)
             capture.first(lambda: None)
             assert not state._executor.sink.consumers
-        return tensors(state), [] if order is None else order.races, arrived, besides
+        assert order is None or not order.races
+        return tensors(state), arrived, besides
 
 
 ALONE = ("exact", "copies", "mixed", "several mains", "mixed in units", "cast once")  # sums in float32, into float32
@@ -117,11 +133,13 @@ QUICK = [
 
 @pytest.mark.parametrize(("preset", "precision", "optimizer"), marked(ROWS, QUICK))
 def test_bits_are_those_of_updates_at_the_end(preset: str, precision: str, optimizer: str) -> None:
-    plain = launch(stepped, (preset, precision, optimizer, False, False), nprocs=ranks_of(preset))
+    def run(arrive: bool, watched: bool) -> Any:
+        args = (preset, precision, optimizer, arrive, watched)
+        return launch(stepped, args, nprocs=ranks_of(preset), processes=True)
+
+    plain = run(False, False)
     for watched in (False, True) if FULL or preset in ("ddp", "hfsdp") else (True,):
-        seen = launch(stepped, (preset, precision, optimizer, True, watched), nprocs=ranks_of(preset))
-        for (found, races, arrived, besides), (wanted, _, none, _) in zip(seen, plain, strict=True):
-            assert not races
+        for (found, arrived, besides), (wanted, none, _) in zip(run(True, watched), plain, strict=True):
             assert not none
             assert all(map(torch.equal, found, wanted))
             overlaps = preset != "ddp" or not watched  # not of main weights that every rank has whole
@@ -129,56 +147,49 @@ def test_bits_are_those_of_updates_at_the_end(preset: str, precision: str, optim
             assert bool(besides) == (bool(arrived) and preset in ("zero1", "zero2", "zero3") and precision in ALONE)
 
 
+@on_processes
+def test_gradients_that_somebody_looks_at_are_kept() -> None:
+    for how in ("nobody looks", "not asked", "microbatches", "clipped", "looked at", "whole", "skip"):
+        with in_small():
+            beside, stays = kept(how)
+        assert stays == (how != "nobody looks"), how
+        assert not beside if stays else beside > 2, how
+
+
 def kept(how: str) -> tuple[int, bool]:
     """How many buckets the last of three eager steps lets arrive, and whether a captured step then keeps gradients."""
-    with in_small(), ordered():
-        state, forward_backward = made("zero3", "native", "adamw", overlap_update=how != "not asked")
-        micro = 2 if how == "microbatches" else 1
+    state, forward_backward = made("zero3", "native", "adamw", overlap_update=how != "not asked")
+    micro = 2 if how == "microbatches" else 1
 
-        def train_step(state: fsdp.State, i: int) -> fsdp.State:
-            for k in range(micro):
-                state, _ = forward_backward(state, batch(i, dist.get_rank(), k), last_microbatch=k == micro - 1)
-            if how == "clipped":
-                state, _ = T.clip_by_global_norm(state, 0.1)
-            elif how == "looked at":
-                fsdp.local_shards(state, "grads")
-            elif how == "whole":
-                state = fsdp.finish_reductions(state)
-            stays.append(not any(isinstance(buffer.local, Gone) for buffer in state.grads.values()))
-            return fsdp.step(state, skip=torch.zeros((), dtype=torch.bool) if how == "skip" else None)
+    def train_step(state: fsdp.State, i: int) -> tuple[fsdp.State, bool]:
+        for k in range(micro):
+            state, _ = forward_backward(state, batch(i, dist.get_rank(), k), last_microbatch=k == micro - 1)
+        if how == "clipped":
+            state, _ = T.clip_by_global_norm(state, 0.1)
+        elif how == "looked at":
+            fsdp.local_shards(state, "grads")
+        elif how == "whole":
+            state = fsdp.finish_reductions(state)
+        stays = not any(isinstance(buffer.local, Gone) for buffer in state.grads.values())
+        return fsdp.step(state, skip=torch.zeros((), dtype=torch.bool) if how == "skip" else None), stays
 
-        stays: list[bool] = []
-        for i in range(3):
-            state = train_step(state, i)
-        beside = lineage_of(state).beside_backward
-        capture = Capture(state, beside)
-        with capture.recording():
-            train_step(state, 3)
-        return len(beside), stays[-1]
-
-
-@pytest.mark.parametrize("how", ["not asked", "microbatches", "clipped", "looked at", "whole", "skip"])
-def test_gradients_that_somebody_looks_at_are_kept(how: str) -> None:
-    assert launch(kept, (how,), nprocs=2) == [(0, True)] * 2
-
-
-def test_gradients_that_nobody_looks_at_are_not() -> None:
-    for beside, stays in launch(kept, ("",), nprocs=2):
-        assert beside > 3
-        assert not stays
+    for i in range(3):
+        state, _ = train_step(state, i)
+    beside = lineage_of(state).beside_backward
+    with Capture(state, beside).recording():
+        return len(beside), train_step(state, 3)[1]
 
 
 # ---------------------------------------------------------------- refusals
 
 
-UNITS = ("embed.weight", "blocks.0", "blocks.1", "blocks.2", "tail")
+UNITS = ("embed.weight", "blocks.0", "blocks.1", "tail")
 
 
 def by_hand(state: fsdp.State, backward: Sequence[str]) -> fsdp.State:
     """A forward, and these units' part of a backward."""
     for unit in UNITS:
-        state, _ = fsdp.unshard(state, unit)
-        state = fsdp.release(state, unit)
+        state = fsdp.release(fsdp.unshard(state, unit)[0], unit)
     return back(state, backward)
 
 
@@ -190,53 +201,49 @@ def back(state: fsdp.State, units: Sequence[str]) -> fsdp.State:
     return state
 
 
-def refused(how: str) -> tuple[str, bool]:
-    """What a captured step that does something else than the eager ones says, and whether the state before is good."""
-    with in_small(), ordered():
-        units = UNITS[::-1]
-        state, _ = made("zero3", "float32", "adamw")
-        state = fsdp.step(by_hand(state, units))
-        said = ""
-        capture = Capture(state, tuple(state.layout.trainable))
-        try:
-            with capture.recording():
-                middle = by_hand(state, units[:3])
-                name = next(name for name, one in state._executor.sink.consumers.items() if one.used)
-                if how == "read":
-                    middle.grads[name].local.norm()
-                elif how == "changed":
-                    middle.grads[name].local.mul_(2)
-                elif how == "scaled":
-                    middle = pytree.tree_map_only(torch.Tensor, lambda g: g * 2, middle.grads)
-                elif how == "weights":
-                    fsdp.full_params(middle)
-                elif how == "again":
-                    fsdp.step(back(back(middle, units[3:]), units))
-                else:
-                    fsdp.step(back(middle, units[3:]), skip=torch.zeros((), dtype=torch.bool))
-        except ScheduleError as error:
-            said = str(error)
-        capture.abandon()
-        assert not state._executor.sink.consumers
-        return said, fsdp.step(by_hand(state, units)).between_steps  # the state before is good
+READ = "weights were read, or gradients replaced, after the gradients of"
+LOOKS = {
+    "read": "state.grads['", "changed": "state.grads['", "scaled": "state.grads['", "weights": READ, "again": READ,
+    "skip": "step(skip=) was called after the gradients of", "lacks": "got none in the step that is captured",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("read", "state.grads['"),
-        ("changed", "state.grads['"),
-        ("scaled", "state.grads['"),
-        ("weights", "weights were read, or gradients replaced, after the gradients of"),
-        ("again", "weights were read, or gradients replaced, after the gradients of"),
-        ("skip", "step(skip=) was called after the gradients of"),
-    ],
-)  # fmt: skip
-def test_who_looks_all_the_same_is_told(how: str, text: str) -> None:
-    for said, good in launch(refused, (how,), nprocs=2):
-        assert text in said, said
-        assert "overlap_update" in said
-        assert good
+@on_processes
+def test_who_looks_all_the_same_is_told() -> None:
+    """What a captured step that does something else than the eager ones says; and the state before is good."""
+    units = UNITS[::-1]
+
+    def step(state: fsdp.State, how: str) -> None:
+        middle = by_hand(state, units[:3])
+        name = next(name for name, one in state._executor.sink.consumers.items() if one.used)
+        if how == "read":
+            middle.grads[name].local.norm()
+        elif how == "changed":
+            middle.grads[name].local.mul_(2)
+        elif how == "scaled":
+            pytree.tree_map_only(torch.Tensor, lambda g: g * 2, middle.grads)
+        elif how == "weights":
+            fsdp.full_params(middle)
+        elif how == "again":
+            fsdp.step(back(back(middle, units[3:]), units))
+        elif how == "skip":
+            fsdp.step(back(middle, units[3:]), skip=torch.zeros((), dtype=torch.bool))
+        else:  # a leaf without a gradient, which is not updated by zeros
+            middle, weights = fsdp.unshard(middle, units[3])
+            fsdp.step(fsdp.reduce(middle, dict.fromkeys(weights), units[3]))
+
+    for how, text in LOOKS.items():
+        with in_small():
+            state, _ = made("zero3", "float32", "adamw")
+            state = fsdp.step(by_hand(state, units))
+            capture = Capture(state, tuple(state.layout.trainable))
+            with pytest.raises(NewCounts if how == "lacks" else ScheduleError) as said, capture.recording():
+                step(state, how)
+            capture.abandon()
+            assert text in str(said.value)
+            assert how == "lacks" or "overlap_update" in str(said.value)
+            assert not state._executor.sink.consumers
+            assert fsdp.step(by_hand(state, units)).between_steps
 
 
 # ---------------------------------------------------------------- the same bits, whatever the step does
@@ -320,10 +327,10 @@ def one_step(how: str, state: fsdp.State, call: Any, i: int) -> fsdp.State:
 
 
 def taken(how: str, arrive: bool) -> Any:
-    """Weights after a captured step of this kind, how many buckets it was to update on arrival, and what raced."""
+    """Weights after a captured step of this kind, and how many buckets it was to update on arrival."""
     CELL[:] = [torch.tensor(0.1)]
-    with in_small(), ordered() if arrive else nullcontext() as order:
-        params, model = fsdp.functionalize(net(torch.float32, 2))
+    with in_small(arrive) as order:
+        params, model = fsdp.functionalize(net(torch.float32, DEPTH))
         mesh, rules = fsdp.local_mesh(), {"*": fsdp.zero3("data")}
         if how == "experts":
             mesh = fsdp.local_mesh(expert=2, data=2)
@@ -336,128 +343,100 @@ def taken(how: str, arrive: bool) -> Any:
         with capture.recording():
             state = one_step(how, state, call, 7)
         capture.first(lambda: None)
-        races = [] if order is None else order.races
-        return [buffer.local.clone() for buffer in state.main.values()], len(capture.beside), races
+        assert order is None or not order.races
+        return [buffer.local.clone() for buffer in state.main.values()], len(capture.beside)
 
 
 @pytest.mark.parametrize("how", [how for how in STEPS if how != "thrown away"])
 def test_a_captured_step_does_what_an_eager_one_does(how: str) -> None:
     ranks = 4 if how == "experts" else 2
-    both = zip(launch(taken, (how, True), nprocs=ranks), launch(taken, (how, False), nprocs=ranks), strict=True)
-    for (found, beside, races), (wanted, _, _) in both:
+    both = (launch(taken, (how, arrive), nprocs=ranks, processes=True) for arrive in (True, False))
+    for (found, beside), (wanted, _) in zip(*both, strict=True):
         assert all(map(torch.equal, found, wanted))
-        assert not races
         assert bool(beside) == (how != "separate")  # gradients of these come twice a step
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_pass_that_is_thrown_away_cannot_be_taken_back(ranks: int) -> None:
     with pytest.raises(fsdp.LaunchError, match="the step was begun anew after the gradients of"):
-        launch(taken, ("thrown away", True), nprocs=ranks)
+        launch(taken, ("thrown away", True), nprocs=ranks, processes=True)
 
 
-def in_another_s_home(arrive: bool) -> tuple[list[torch.Tensor], bool]:
-    """A second signature is captured, from a copy of the state whose tensors graphs write to."""
-    with in_small(), ordered():
-        first, call = made("zero3", "native", "adamw")
-
-        def train_step(state: fsdp.State, i: int) -> fsdp.State:
-            state, _ = call(state, batch(i, dist.get_rank(), 0))
-            return fsdp.step(state)
-
-        for i in range(3):
-            first = train_step(first, i)
-        home, other = GraphBuffers(first), copy.deepcopy(first)
-        for i in range(3):
-            other = train_step(other, i)
-        home.check(other)
-        home.enter(other)
-        capture = Capture(other, lineage_of(other).beside_backward if arrive else ())
-        with capture.recording():
-            state = train_step(home.state(other), 9)
-            home.keep(state, None)
-        capture.first(lambda: None)
-        return [b.local.clone() for b in home.state(state).main.values()], bool(capture.beside)
-
-
+@on_processes
 def test_what_is_updated_is_what_the_graph_writes_to() -> None:
-    both = zip(launch(in_another_s_home, (True,), nprocs=2), launch(in_another_s_home, (False,), nprocs=2), strict=True)
-    for (found, arrives), (wanted, _) in both:
-        assert arrives
-        assert all(map(torch.equal, found, wanted))
-
-
-def looks(between: bool) -> tuple[str, bool]:
-    """A forward with the weights between reduce and step, of the step that is captured only."""
-    with in_small(), ordered():
-        params, model = fsdp.functionalize(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))))
-        spec = fsdp.Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(overlap_update=True))
-        state = fsdp.shard(params, spec, fsdp.sgd(0.1))
-        loss = lambda m, x: (m(x) - x).square().mean()  # noqa: E731
-        call, look = T.forward_backward(model, loss), T.apply(model, loss)
-        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
-        for _ in range(3):
-            state, _ = call(state, x)
-            state = fsdp.step(state)
-        capture = Capture(state, lineage_of(state).beside_backward)
-        try:
+    """A second signature is captured, from a copy of the state whose tensors graphs write to."""
+    found = []
+    for arrive in (True, False):
+        with in_small():
+            first, call = made("zero3", "native", "adamw")
+            first = trained(first, call, range(3))
+            home, other = GraphBuffers(first), copy.deepcopy(first)
+            other = trained(other, call, range(3))
+            home.check(other)
+            home.enter(other)
+            beside = lineage_of(other).beside_backward if arrive else ()
+            capture = Capture(other, beside)
             with capture.recording():
-                middle, _ = call(state, x)
-                if between:
-                    middle, _ = look(middle, x)
-                fsdp.step(middle)
-        except ScheduleError as error:
-            capture.abandon()
-            return str(error), state._executor.run.capturing
-        return "", state._executor.run.capturing
+                state = trained(home.state(other), call, [9])
+                home.keep(state, None)
+            capture.first(lambda: None)
+            assert bool(beside) is arrive
+            found.append([b.local.clone() for b in home.state(state).main.values()])
+    assert all(map(torch.equal, *found))
 
 
+@on_processes
 def test_weights_are_not_gathered_after_their_update() -> None:
-    for said, capturing in launch(looks, (True,), nprocs=2):
-        assert "weights were read" in said
-        assert not capturing
-    assert launch(looks, (False,), nprocs=2) == [("", False)] * 2
+    """A forward with the weights between reduce and step, of the step that is captured only."""
+    loss = lambda m, x: (m(x) - x).square().mean()  # noqa: E731
+    for between in (True, False):
+        with in_small():
+            params, model = fsdp.functionalize(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))))
+            spec = fsdp.Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(overlap_update=True))
+            state = fsdp.shard(params, spec, fsdp.sgd(0.1))
+            call, look = T.forward_backward(model, loss), T.apply(model, loss)
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+            for _ in range(3):
+                state = fsdp.step(call(state, x)[0])
+            capture, said = Capture(state, lineage_of(state).beside_backward), ""
+            try:
+                with capture.recording():
+                    middle, _ = call(state, x)
+                    fsdp.step(look(middle, x)[0] if between else middle)
+            except ScheduleError as error:
+                capture.abandon()
+                said = str(error)
+            assert ("weights were read" in said) is between
+            assert not state._executor.run.capturing
 
 
-def fails() -> tuple[str, bool, bool, bool]:
+@on_processes
+def test_an_error_before_the_first_update_leaves_nothing_behind() -> None:
     """The rate cannot be computed in the step that is captured."""
-    with in_small(), ordered():
-        bad = [False]
+    bad = [False]
 
-        def rate(count: torch.Tensor) -> torch.Tensor:
-            if bad[0]:
-                raise RuntimeError("no rate")
-            return 0.1 / (1 + count)
+    def rate(count: torch.Tensor) -> torch.Tensor:
+        if bad[0]:
+            raise RuntimeError("no rate")
+        return 0.1 / (1 + count)
 
-        params, model = fsdp.functionalize(net(torch.float32))
+    with in_small():
+        params, model = fsdp.functionalize(net(torch.float32, DEPTH))
         spec = fsdp.Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(overlap_update=True))
-        state, call = fsdp.shard(params, spec, fsdp.sgd(rate)), T.forward_backward(model, loss_fn)
-        for i in range(3):
-            state, _ = call(state, batch(i, dist.get_rank(), 0))
-            state = fsdp.step(state)
+        call = T.forward_backward(model, loss_fn)
+        state = trained(fsdp.shard(params, spec, fsdp.sgd(rate)), call, range(3))
         before = tensors(state)
-        capture, said = Capture(state, lineage_of(state).beside_backward), ""
+        capture = Capture(state, lineage_of(state).beside_backward)
         bad[0] = True
-        try:
-            with capture.recording():
-                call(state, batch(3, dist.get_rank(), 0))
-        except RuntimeError as error:
-            said = str(error)
+        with pytest.raises(RuntimeError, match="no rate"), capture.recording():
+            call(state, batch(3, dist.get_rank(), 0))
         capture.abandon()
         bad[0] = False
-        same = all(map(torch.equal, before, tensors(state)))
+        assert all(map(torch.equal, before, tensors(state)))
         run = state._executor.run
-        state, _ = call(state, batch(3, dist.get_rank(), 0))
-        fsdp.step(state)
-        return said, run.capturing, run.logs is run.issued, same
-
-
-def test_an_error_before_the_first_update_leaves_nothing_behind() -> None:
-    for said, capturing, logs, same in launch(fails, nprocs=2):
-        assert "no rate" in said
-        assert not capturing
-        assert logs
-        assert same
+        trained(state, call, [3])
+        assert not run.capturing
+        assert run.logs is run.issued
 
 
 class Experts(torch.nn.Module):
@@ -466,9 +445,10 @@ class Experts(torch.nn.Module):
         self.dense, self.experts, self.out = (torch.nn.Linear(16, 16) for _ in range(3))
 
 
-def experts_lack() -> str:
+@each_rank(4, processes=True)
+def test_ranks_whose_experts_get_no_gradient_go_back_together() -> None:
     """In the step that is captured, experts of some ranks get no gradient: all of the ranks go back."""
-    with in_small(), ordered():
+    with in_small():
         torch.manual_seed(0)
         params, _ = fsdp.functionalize(Experts())
         mesh = fsdp.local_mesh(expert=2, data=2)
@@ -479,8 +459,7 @@ def experts_lack() -> str:
 
         def train_step(state: fsdp.State, lacks: bool) -> fsdp.State:
             for unit in state.units:
-                state, _ = fsdp.unshard(state, unit)
-                state = fsdp.release(state, unit)
+                state = fsdp.release(fsdp.unshard(state, unit)[0], unit)
             for unit in state.units[::-1]:
                 state, weights = fsdp.unshard(state, unit)
                 none = lacks and unit == "experts" and mesh.get_local_rank("expert") == 1
@@ -491,19 +470,9 @@ def experts_lack() -> str:
         for lacks in (False, False, True, False):  # the optimizer has counts from the third on
             state = train_step(state, lacks)
         capture = Capture(state, lineage_of(state).beside_backward)
-        try:
-            with capture.recording():
-                train_step(state, True)
-        except NewCounts as error:
-            capture.abandon()
-            return str(error)
-        return ""
-
-
-def test_ranks_whose_experts_get_no_gradient_go_back_together() -> None:
-    for said in launch(experts_lack, nprocs=4):
-        assert "'experts'" in said
-        assert "got none in the step that is captured" in said
+        text = r"(?s)'experts'.*got none in the step that is captured"
+        with pytest.raises(NewCounts, match=text), capture.recording():
+            train_step(state, True)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -527,27 +496,6 @@ def test_a_transport_says_of_each_portion_that_it_is_there(points: int) -> None:
     with pytest.raises(ScheduleError, match=rf"portions.there has {points} points, and portions.cuts has 2 portions"):
         one.add_up(torch.zeros(8), 1, False, None, lanes, [None] * points)
     one.add_up(torch.zeros(8), 1, False, None, lanes, [None] * 2)
-
-
-def lacking() -> str:
-    with in_small(), ordered():
-        units = UNITS[::-1]
-        state, _ = made("zero3", "float32", "adamw")
-        state = fsdp.step(by_hand(state, units))
-        capture = Capture(state, tuple(state.layout.trainable))
-        try:
-            with capture.recording():
-                middle = by_hand(state, units[:4])
-                middle, weights = fsdp.unshard(middle, units[4])
-                fsdp.step(fsdp.reduce(middle, dict.fromkeys(weights), units[4]))
-        except NewCounts as error:
-            return str(error)
-        return ""
-
-
-def test_a_leaf_without_a_gradient_is_not_updated_by_zeros() -> None:
-    for said in launch(lacking, nprocs=2):
-        assert "got none in the step that is captured" in said
 
 
 def test_what_stands_for_gradients_says_what_it_is() -> None:
