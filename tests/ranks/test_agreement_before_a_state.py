@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from support.ranks import each_rank, launch
 
 import functional_fsdp as fsdp
-from functional_fsdp import SpecError, TreeError, launch
+from functional_fsdp import SpecError, TreeError
 from functional_fsdp import transforms as T
 from functional_fsdp._redistribute import replace as _replace
 from functional_fsdp._state import init as _init
@@ -59,152 +60,78 @@ def shard(tree: Tree | None = None, optimizer: Any = None, **given: Any) -> fsdp
     return fsdp.shard(params() if tree is None else tree, spec, optimizer or fsdp.sgd(), **more)
 
 
-Case = tuple[Callable[[int], Any], type[Exception], str]
-DIFFER: dict[str, Case] = {
-    "shape": (
-        lambda r: shard(params(b=torch.ones(3, 3 + r))),
-        TreeError,
-        "trees. The first leaf that differs: rank 0 has b (3, 3) torch.float32, rank 1 has b (3, 4) torch.float32",
-    ),
-    "a leaf is missing": (
-        lambda r: shard(params(c=None if r else torch.ones(4))),
-        TreeError,
-        "trees. The first leaf that differs: rank 0 has c (4,) torch.float32, rank 1 has nothing.",
-    ),
-    "dtype": (
-        lambda r: shard(params(c=torch.ones(4 + 0 * r).double() if r else torch.ones(4))),
-        TreeError,
-        "torch.float64",
-    ),
-    "frozen": (
-        lambda r: shard(params(a=nn.Parameter(torch.ones(2), requires_grad=not r))),
-        TreeError,
-        "rank 1 has a (2,) torch.float32 frozen",
-    ),
-    "tied": (
-        lambda r: shard({"a": (one := torch.ones(2)), "b": one if r else one.clone()}),
-        TreeError,
-        "tied to ['b']",
-    ),
-    "value": (
-        lambda r: shard(params(a=torch.full((2,), 1 + 1e-7 * r))),
-        TreeError,
-        "values. The first leaf that differs: rank 0 has a checksum ",
-    ),
-    "order": (
-        lambda r: shard(params(c=torch.randperm(1000, generator=torch.Generator().manual_seed(r)))),
-        TreeError,
-        "rank 0 has c checksum ",
-    ),
-    "transposed": (
-        lambda r: shard(params(b=params()["b"].t() if r else params()["b"])),
-        TreeError,
-        "rank 0 has b checksum ",
-    ),
-    "flipped": (lambda r: shard(params(a=params()["a"].flip(0) if r else params()["a"])), TreeError, "has a checksum "),
-    "sign of zero": (
-        lambda r: shard(params(a=torch.tensor([-0.0, 0.0] if r else [0.0, -0.0]))),
-        TreeError,
-        "has a checksum ",
-    ),
-    "buffer": (
-        lambda r: shard(buffers={"mean": torch.zeros(2), "count": torch.tensor(r)}),
-        TreeError,
-        "buffers. The first one that differs: rank 0 has count () torch.int64 checksum ",
-    ),
-    "a buffer is missing": (
-        lambda r: shard(buffers={"mean": torch.zeros(2)} if r else {}),
-        TreeError,
-        "rank 0 has nothing, rank 1 has mean (2,)",
-    ),
+#: what each rank does, and what the error says
+DIFFER: dict[str, tuple[Callable[[int], Any], str]] = {
+    "shape": (lambda r: shard(params(b=torch.ones(3, 3 + r))),
+              "TreeError: trees. The first leaf that differs: rank 0 has "
+              "b (3, 3) torch.float32, rank 1 has b (3, 4) torch.float32"),
+    "a leaf is missing": (lambda r: shard(params(c=None if r else torch.ones(4))),
+                          "TreeError: trees. The first leaf that "
+                          "differs: rank 0 has c (4,) torch.float32, rank 1 has nothing."),
+    "dtype": (lambda r: shard(params(c=torch.ones(4).double() if r else torch.ones(4))), "TreeError: torch.float64"),
+    "frozen": (lambda r: shard(params(a=nn.Parameter(torch.ones(2), requires_grad=not r))),
+               "TreeError: rank 1 has a (2,) torch.float32 frozen"),
+    "tied": (lambda r: shard({"a": (one := torch.ones(2)), "b": one if r else one.clone()}),
+             "TreeError: tied to ['b']"),
+    "value": (lambda r: shard(params(a=torch.full((2,), 1 + 1e-7 * r))),
+              "TreeError: values. The first leaf that differs: rank 0 has a checksum "),
+    "order": (lambda r: shard(params(c=torch.randperm(1000, generator=torch.Generator().manual_seed(r)))),
+              "TreeError: rank 0 has c checksum "),
+    "transposed": (lambda r: shard(params(b=params()["b"].t() if r else params()["b"])),
+                   "TreeError: rank 0 has b checksum "),
+    "flipped": (lambda r: shard(params(a=params()["a"].flip(0) if r else params()["a"])), "TreeError: has a checksum "),
+    "sign of zero": (lambda r: shard(params(a=torch.tensor([-0.0, 0.0] if r else [0.0, -0.0]))),
+                     "TreeError: has a checksum "),
+    "buffer": (lambda r: shard(buffers={"mean": torch.zeros(2), "count": torch.tensor(r)}),
+               "TreeError: buffers. The first one that differs: rank 0 has count () torch.int64 checksum "),
+    "a buffer is missing": (lambda r: shard(buffers={"mean": torch.zeros(2)} if r else {}),
+                            "TreeError: rank 0 has nothing, rank 1 has mean (2,)"),
     "a local buffer is missing": (
         lambda r: shard(buffers={"mean": torch.zeros(2), **({"n": torch.ones(1)} if r else {})}, local_buffers=["m*"]),
-        TreeError,
-        "rank 0 has nothing, rank 1 has n (1,)",
-    ),
-    "average": (
-        lambda r: shard(average="sum" if r else "mean"),
-        SpecError,
-        "settings. The first one that differs: rank 0 has Spec.average: 'mean', rank 1 has Spec.average: 'sum'.",
-    ),
-    "placement": (lambda r: shard(placement=(fsdp.zero2, fsdp.zero3)[r]("data")), SpecError, "['weights']: ('data',)"),
-    "precision": (lambda r: shard(precision=fsdp.Precision(wire=(None, torch.bfloat16)[r])), SpecError, ".wire: None"),
-    "labels": (lambda r: shard(labels={"a": f"label {r}"}), SpecError, "Spec.labels: (('a', 'label 1'),)"),
-    "trainable": (lambda r: shard(trainable={"a": bool(r)}), SpecError, "Spec.trainable: (('a', False),)"),
-    "units": (
-        lambda r: shard(units=[("a", "b")] if r else None),
-        SpecError,
-        "rank 1 has Spec.units: ((None, ('a', 'b')),)",
-    ),
-    "units by a function": (
-        lambda r: shard(units=unit_of(r)),
-        SpecError,
-        "has Spec.units.rank: 0, rank 1 has Spec.units.rank: 1",
-    ),
-    "prefetch": (lambda r: shard(schedule=fsdp.Schedule(prefetch=r)), SpecError, "Spec.schedule.prefetch: 0"),
-    "order of use": (
-        lambda r: shard(schedule=fsdp.Schedule(order=("a", "b", "c")[:: 1 - 2 * r])),
-        SpecError,
-        "order: ('a', 'b', 'c')",
-    ),
-    "seed": (lambda r: shard(seed=r), SpecError, "rank 0 has seed: 0, rank 1 has seed: 1"),
-    "no optimizer": (
-        lambda r: fsdp.shard(params(), fsdp.Spec(fsdp.local_mesh()), fsdp.sgd() if r else None),
-        SpecError,
-        "rank 0 has optimizer: None, rank 1 has optimizer: functional_fsdp._optim.sgd.Sgd",
-    ),
-    "another optimizer": (lambda r: shard(None, fsdp.adamw() if r else fsdp.sgd()), SpecError, "_optim.adamw.AdamW"),
-    "lr": (
-        lambda r: shard(None, fsdp.sgd(lr=0.1 + r)),
-        SpecError,
-        "rank 0 has optimizer.lr: 0.1, rank 1 has optimizer.lr: 1.1",
-    ),
-    "lr of a label": (
-        lambda r: shard(None, fsdp.sgd(lr={"n": 0.1 + r, "default": 1}), labels={"a": "n"}),
-        SpecError,
-        "lr['n']: 1.1",
-    ),
-    "closure": (lambda r: shard(None, fsdp.sgd(lr=closing(0.1 + r))), SpecError, "optimizer.lr.over: 1.1"),
-    "closure over a tensor": (
-        lambda r: shard(None, fsdp.sgd(lr=closing(torch.tensor([1.0, r])))),
-        SpecError,
-        "over: tensor (2,) torch.float32 [1.0, 1.0]",
-    ),
-    "another function": (
-        lambda r: shard(None, fsdp.sgd(lr=closing(1) if r else Linear(1).at)),
-        SpecError,
-        "optimizer.lr: method",
-    ),
-    "partial": (lambda r: shard(None, fsdp.sgd(lr=functools.partial(warm, peak=r))), SpecError, "keywords['peak']: 1"),
-    "method": (lambda r: shard(None, fsdp.sgd(lr=Linear(r).at)), SpecError, "optimizer.lr.__self__.peak: 1"),
-    "what an object says": (lambda r: shard(None, fsdp.sgd(lr=Told(r).at)), SpecError, "optimizer.lr.__self__: 1"),
-    "an adapted pair": (
-        lambda r: shard(None, fsdp.from_updates(fsdp.Optimizer(closing(r), closing(2)))),
-        SpecError,
-        "over: 1",
-    ),
-    "init: seed": (
-        lambda r: init(seed=r),
-        SpecError,
-        "init: ranks have different settings. The first one that differs: rank 0 has seed: 0",
-    ),
-    "init: model": (
-        lambda r: init(width=3 + r),
-        TreeError,
-        "rank 0 has weight (3, 3) torch.float32, rank 1 has weight (4, 4)",
-    ),
-    "init: values": (
-        lambda r: init(bias=float(r)),
-        TreeError,
-        "values. The first leaf that differs: rank 0 has bias checksum ",
-    ),
-    "init: buffers": (
-        lambda r: init(buffer=float(r)),
-        TreeError,
-        "buffers. The first one that differs: rank 0 has mean (2,)",
-    ),
-    "init: optimizer": (lambda r: init(optimizer=fsdp.adamw(eps=1e-8 * (r + 1))), SpecError, "optimizer.eps: 2e-08"),
-}
+        "TreeError: rank 0 has nothing, rank 1 has n (1,)"),
+    "average": (lambda r: shard(average="sum" if r else "mean"),
+                "SpecError: settings. The first one that differs: rank 0 has "
+                "Spec.average: 'mean', rank 1 has Spec.average: 'sum'."),
+    "placement": (lambda r: shard(placement=(fsdp.zero2, fsdp.zero3)[r]("data")), "SpecError: ['weights']: ('data',)"),
+    "precision": (lambda r: shard(precision=fsdp.Precision(wire=(None, torch.bfloat16)[r])), "SpecError: .wire: None"),
+    "labels": (lambda r: shard(labels={"a": f"label {r}"}), "SpecError: Spec.labels: (('a', 'label 1'),)"),
+    "trainable": (lambda r: shard(trainable={"a": bool(r)}), "SpecError: Spec.trainable: (('a', False),)"),
+    "units": (lambda r: shard(units=[("a", "b")] if r else None),
+              "SpecError: rank 1 has Spec.units: ((None, ('a', 'b')),)"),
+    "units by a function": (lambda r: shard(units=unit_of(r)),
+                            "SpecError: has Spec.units.rank: 0, rank 1 has Spec.units.rank: 1"),
+    "prefetch": (lambda r: shard(schedule=fsdp.Schedule(prefetch=r)), "SpecError: Spec.schedule.prefetch: 0"),
+    "order of use": (lambda r: shard(schedule=fsdp.Schedule(order=("a", "b", "c")[:: 1 - 2 * r])),
+                     "SpecError: order: ('a', 'b', 'c')"),
+    "seed": (lambda r: shard(seed=r), "SpecError: rank 0 has seed: 0, rank 1 has seed: 1"),
+    "no optimizer": (lambda r: fsdp.shard(params(), fsdp.Spec(fsdp.local_mesh()), fsdp.sgd() if r else None),
+                     "SpecError: rank "
+                     "0 has optimizer: None, rank 1 has optimizer: functional_fsdp._optim.sgd.Sgd"),
+    "another optimizer": (lambda r: shard(None, fsdp.adamw() if r else fsdp.sgd()), "SpecError: _optim.adamw.AdamW"),
+    "lr": (lambda r: shard(None, fsdp.sgd(lr=0.1 + r)),
+           "SpecError: rank 0 has optimizer.lr: 0.1, rank 1 has optimizer.lr: 1.1"),
+    "lr of a label": (lambda r: shard(None, fsdp.sgd(lr={"n": 0.1 + r, "default": 1}), labels={"a": "n"}),
+                      "SpecError: lr['n']: 1.1"),
+    "closure": (lambda r: shard(None, fsdp.sgd(lr=closing(0.1 + r))), "SpecError: optimizer.lr.over: 1.1"),
+    "closure over a tensor": (lambda r: shard(None, fsdp.sgd(lr=closing(torch.tensor([1.0, r])))),
+                              "SpecError: over: tensor (2,) torch.float32 [1.0, 1.0]"),
+    "another function": (lambda r: shard(None, fsdp.sgd(lr=closing(1) if r else Linear(1).at)),
+                         "SpecError: optimizer.lr: method"),
+    "partial": (lambda r: shard(None, fsdp.sgd(lr=functools.partial(warm, peak=r))), "SpecError: keywords['peak']: 1"),
+    "method": (lambda r: shard(None, fsdp.sgd(lr=Linear(r).at)), "SpecError: optimizer.lr.__self__.peak: 1"),
+    "what an object says": (lambda r: shard(None, fsdp.sgd(lr=Told(r).at)), "SpecError: optimizer.lr.__self__: 1"),
+    "an adapted pair": (lambda r: shard(None, fsdp.from_updates(fsdp.Optimizer(closing(r), closing(2)))),
+                        "SpecError: over: 1"),
+    "init: seed": (lambda r: init(seed=r),
+                   "SpecError: init: ranks have different settings. The first one that differs: rank 0 has seed: 0"),
+    "init: model": (lambda r: init(width=3 + r),
+                    "TreeError: rank 0 has weight (3, 3) torch.float32, rank 1 has weight (4, 4)"),
+    "init: values": (lambda r: init(bias=float(r)),
+                     "TreeError: values. The first leaf that differs: rank 0 has bias checksum "),
+    "init: buffers": (lambda r: init(buffer=float(r)),
+                      "TreeError: buffers. The first one that differs: rank 0 has mean (2,)"),
+    "init: optimizer": (lambda r: init(optimizer=fsdp.adamw(eps=1e-8 * (r + 1))), "SpecError: optimizer.eps: 2e-08"),
+}  # fmt: skip
 
 
 class Given(nn.Linear):
@@ -259,62 +186,28 @@ def stopped(error: BaseException) -> Any:
     return unit
 
 
-FAIL: dict[str, tuple[Callable[[int], Any], type[BaseException], type[Exception], str]] = {
-    "a leaf without values": (
-        lambda r: shard(params(a=torch.empty(2, 3, device="meta" if r else None))),
-        TreeError,
-        TreeError,
-        "shard: rank 1 met TreeError: the leaf 'a' is on the meta device",
-    ),
-    "a leaf that is no tensor": (
-        lambda r: shard(params(a=3 if r else torch.ones(2))),
-        TreeError,
-        TreeError,
-        "rank 1 met TreeError",
-    ),
-    "a spec that does not fit": (
-        lambda r: shard(units=["nope"] if r else None),
-        SpecError,
-        SpecError,
-        "rank 1 met SpecError: Spec(units): the pattern",
-    ),
-    "a label": (
-        lambda r: shard(None, fsdp.sgd(lr={"nope" if r else "default": 1})),
-        SpecError,
-        SpecError,
-        "no leaf has the label 'nope'",
-    ),
-    "not enough memory": (
-        lambda r: shard(None, Fails(MemoryError("full") if r else None)),
-        MemoryError,
-        MemoryError,
-        "rank 1 met MemoryError: full",
-    ),
-    "an interrupt": (
-        lambda r: shard(None, Fails(KeyboardInterrupt() if r else None)),
-        KeyboardInterrupt,
-        fsdp.RestartError,
-        "shard: rank 1 was stopped by KeyboardInterrupt. Nothing is lost: make the same call again",
-    ),
-    "a function of the user's": (
-        lambda r: shard(units=stopped(ZeroDivisionError("by zero")) if r else None),
-        ZeroDivisionError,
-        ZeroDivisionError,
-        "rank 1 met ZeroDivisionError: by zero",
-    ),
-    "init: a model": (
-        lambda r: init(width=-1 if r else 3),
-        SpecError,
-        SpecError,
-        "init: rank 1 met SpecError: the module could not be",
-    ),
-    "init: an optimizer": (
-        lambda r: init(optimizer=Fails(OSError(28, "full") if r else None)),
-        OSError,
-        OSError,
-        "init: rank 1 met OSError",
-    ),
-}
+#: what each rank does, the error of the one that fails, and what the other one's says
+FAIL: dict[str, tuple[Callable[[int], Any], str, str]] = {
+    "a leaf without values": (lambda r: shard(params(a=torch.empty(2, 3, device="meta" if r else None))), "TreeError",
+                              "TreeError: shard: rank 1 met TreeError: the leaf 'a' is on the meta device"),
+    "a leaf that is no tensor": (lambda r: shard(params(a=3 if r else torch.ones(2))), "TreeError",
+                                 "TreeError: rank 1 met TreeError"),
+    "a spec that does not fit": (lambda r: shard(units=["nope"] if r else None), "SpecError",
+                                 "SpecError: rank 1 met SpecError: Spec(units): the pattern"),
+    "a label": (lambda r: shard(None, fsdp.sgd(lr={"nope" if r else "default": 1})), "SpecError",
+                "SpecError: no leaf has the label 'nope'"),
+    "not enough memory": (lambda r: shard(None, Fails(MemoryError("full") if r else None)), "MemoryError",
+                          "MemoryError: rank 1 met MemoryError: full"),
+    "an interrupt": (lambda r: shard(None, Fails(KeyboardInterrupt() if r else None)), "KeyboardInterrupt",
+                     "RestartError: "
+                     "shard: rank 1 was stopped by KeyboardInterrupt. Nothing is lost: make the same call again"),
+    "a function of the user's": (lambda r: shard(units=stopped(ZeroDivisionError("by zero")) if r else None),
+                                 "ZeroDivisionError", "ZeroDivisionError: rank 1 met ZeroDivisionError: by zero"),
+    "init: a model": (lambda r: init(width=-1 if r else 3), "SpecError",
+                      "SpecError: init: rank 1 met SpecError: the module could not be"),
+    "init: an optimizer": (lambda r: init(optimizer=Fails(OSError(28, "full") if r else None)), "OSError",
+                           "OSError: init: rank 1 met OSError"),
+}  # fmt: skip
 
 
 def outcomes() -> dict[str, tuple[str, str]]:
@@ -334,35 +227,33 @@ def outcomes() -> dict[str, tuple[str, str]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, tuple[str, str]]]:
-    return launch(outcomes, nprocs=2)
-
-
 Found = list[dict[str, tuple[str, str]]]
 
 
-@pytest.mark.parametrize("name", DIFFER)
-def test_what_differs_is_named_on_every_rank(found: Found, name: str) -> None:
-    _, kind, text = DIFFER[name]
-    for by_rank in found:
-        assert by_rank[name] == (kind.__name__, found[0][name][1])
-        assert text in by_rank[name][1]
-        assert ": ranks have different " in by_rank[name][1]
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return launch(outcomes, nprocs=2)
 
 
-@pytest.mark.parametrize("name", ALIKE)
-def test_what_may_differ_passes(found: Found, name: str) -> None:
-    assert [by_rank[name] for by_rank in found] == [("", "")] * 2
+def test_what_differs_is_named_on_every_rank(found: Found) -> None:
+    for name, (_, said) in DIFFER.items():
+        kind, _, text = said.partition(": ")
+        assert [by_rank[name] for by_rank in found] == [(kind, found[0][name][1])] * 2
+        assert text in found[0][name][1]
+        assert ": ranks have different " in found[0][name][1]
 
 
-@pytest.mark.parametrize("name", FAIL)
-def test_an_error_on_one_rank_is_one_on_every_rank(found: Found, name: str) -> None:
-    _, kind, elsewhere, text = FAIL[name]
-    assert found[1][name][0] == kind.__name__
-    assert " met " not in found[1][name][1]
-    assert found[0][name][0] == elsewhere.__name__
-    assert text in found[0][name][1]
+def test_what_may_differ_passes(found: Found) -> None:
+    assert {name: [by_rank[name] for by_rank in found] for name in ALIKE} == dict.fromkeys(ALIKE, [("", "")] * 2)
+
+
+def test_an_error_on_one_rank_is_one_on_every_rank(found: Found) -> None:
+    for name, (_, kind, said) in FAIL.items():
+        elsewhere, _, text = said.partition(": ")
+        assert found[1][name][0] == kind
+        assert " met " not in found[1][name][1]
+        assert found[0][name][0] == elsewhere
+        assert text in found[0][name][1]
 
 
 def test_nothing_is_broken_afterwards(found: Found) -> None:
@@ -395,9 +286,8 @@ def test_experts_may_differ_along_their_axis_only() -> None:
 
 
 def test_one_rank_alone_is_told_what_is_wrong() -> None:
-    with pytest.raises(
-        SpecError, match=r"shard\(local_buffers\): the pattern 'nope' matches nothing. There are 1 buffers"
-    ):
+    text = r"shard\(local_buffers\): the pattern 'nope' matches nothing. There are 1 buffers"
+    with pytest.raises(SpecError, match=text):
         shard(buffers={"mean": torch.ones(2)}, local_buffers=["nope"])
     with pytest.raises(SpecError, match="shard: spec is a dict; expected a Spec"):
         fsdp.shard(params(), {"data": 2})  # type: ignore[arg-type]
@@ -420,28 +310,22 @@ CHANGES: dict[str, Callable[[fsdp.State, int], fsdp.State]] = {
 }
 
 
-def changed_apart() -> list[str]:
-    """Gradients that ranks change in other ways, where no collective would tell."""
-    found, mesh = [], fsdp.local_mesh()
+@each_rank(2)
+def test_ranks_that_change_gradients_in_other_ways_hear_of_it() -> None:
+    """Where no collective would tell."""
+    mesh = fsdp.local_mesh()
     for change in CHANGES.values():
         state = fsdp.shard({"w": torch.ones(5)}, fsdp.Spec(mesh, fsdp.ddp("data")), fsdp.sgd(lr=0.1))
         state, w = fsdp.unshard(state)
         state = change(fsdp.finish_reductions(fsdp.reduce(state, w)), dist.get_rank())
-        with pytest.raises(fsdp.ScheduleError) as caught:
+        with pytest.raises(fsdp.ScheduleError, match="clipping to another norm"):
             fsdp.step(state)
-        found.append(str(caught.value))
-    return found
 
 
-def test_ranks_that_change_gradients_in_other_ways_hear_of_it() -> None:
-    for found in launch(changed_apart, nprocs=2):
-        assert len(found) == len(CHANGES)
-        assert all("clipping to another norm" in said for said in found)
-
-
-def microbatches_apart(placement: str) -> list[str]:
+@pytest.mark.parametrize("placement", ["zero2", "zero3"])
+@each_rank(2)
+def test_ranks_that_change_gradients_after_other_microbatches_hear_of_it(placement: str) -> None:
     """Rank 1 has one microbatch less. So its peers' last reduction comes after its change, as zeros of its own."""
-    found = []
     order = fsdp.Schedule(order=["w"])
     spec = fsdp.Spec(fsdp.local_mesh(), getattr(fsdp, placement)("data"), schedule=order)
     for change in (lambda state: T.divide(state, 2.0), lambda state: T.clip_by_value(state, 0.5)):
@@ -449,40 +333,24 @@ def microbatches_apart(placement: str) -> list[str]:
         state, w = fsdp.unshard(state)
         for _ in range(2 - dist.get_rank()):
             state = fsdp.reduce(state, w)
-        state = change(fsdp.finish_reductions(state))
-        with pytest.raises(fsdp.ScheduleError) as caught:
-            fsdp.step(fsdp.psum(state, torch.ones(()))[0])
-        found.append(str(caught.value))
-    return found
+        state, _ = fsdp.psum(change(fsdp.finish_reductions(state)), torch.ones(()))
+        with pytest.raises(fsdp.ScheduleError, match="after another number of microbatches"):
+            fsdp.step(state)
 
 
-@pytest.mark.parametrize("placement", ["zero2", "zero3"])
-def test_ranks_that_change_gradients_after_other_microbatches_hear_of_it(placement: str) -> None:
-    for found in launch(microbatches_apart, (placement,), nprocs=2):
-        assert len(found) == 2
-        assert all("after another number of microbatches" in said for said in found)
-
-
-def skips_apart() -> tuple[str, list[float]]:
+@each_rank(2)
+def test_ranks_that_skip_apart_hear_of_it() -> None:
     """Rank 1 alone says skip=True; then both do, and then nobody."""
     state = fsdp.shard({"w": torch.ones(5)}, fsdp.Spec(fsdp.local_mesh(), fsdp.ddp("data")), fsdp.sgd(lr=0.1))
-    seen = []
 
     def ready() -> fsdp.State:
         return fsdp.reduce(state, {"w": torch.ones(5)})
 
-    with pytest.raises(fsdp.ScheduleError) as caught:
+    with pytest.raises(fsdp.ScheduleError, match="or with another skip="):
         fsdp.step(ready(), skip=bool(dist.get_rank()))
-    for skip in (True, False):
+    for skip, weight in ((True, 1.0), (False, 0.9)):
         state = fsdp.step(ready(), skip=skip)
-        seen.append(fsdp.full_params(state)["w"][0].item())
-    return str(caught.value), seen
-
-
-def test_ranks_that_skip_apart_hear_of_it() -> None:
-    for said, seen in launch(skips_apart, nprocs=2):
-        assert "or with another skip=" in said
-        assert seen == pytest.approx([1.0, 0.9])
+        assert fsdp.full_params(state)["w"][0].item() == pytest.approx(weight)
 
 
 # ---------------------------------------------------------------- stopped between the parts of a call
