@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,10 +16,11 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from support.commands import code_under
-from support.driven import raised
+from support.driven import raised, refused
 from support.presets import PRESETS
 from support.problems import batch, by_unit, full_grads, largest, loss_fn, mesh_and_placement, net, on, whole_tree
-from support.ranks import launch
+from support.ranks import each_rank, launch
+from support.scenario import SGD, Scenario, Seen, alike, plain, run
 from support.tables import FULL, marked
 from support.traced import compiled
 
@@ -54,123 +56,67 @@ def test_the_guides_transform_is_short() -> None:
     assert "_" not in {name[0] for name in re.findall(r"(?:fsdp|extend)\.(\w+)", block)}
 
 
-def zeroed(preset: str) -> tuple[bool, bool]:
-    """Whether gradients were there, and weights are what they were after a step without any, unfinished reductions or
-    not."""
+@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+@each_rank(2)
+def test_no_reduction_that_is_under_way_overwrites_a_change(preset: str) -> None:
+    """Weights are what they were after a step without gradients, unfinished reductions or not."""
     state, model = made(preset)
     before = fsdp.full_params(state)
     state, _ = by_unit(model, state, batch(0, dist.get_rank()), True)
-    there = bool(state.grads)
-
-    def work() -> None:
-        for buffers in extend.shards(state).values():
-            for buffer in buffers:
-                buffer.local.zero_()
-
-    after = fsdp.full_params(fsdp.step(extend.change(state, "zeroed()", work)))
-    return there, all(torch.equal(before[path], leaf) for path, leaf in after.items())
+    assert state.grads
+    after = fsdp.full_params(fsdp.step(extend.change(state, "zeroed()", lambda: scale(state, 0.0))))
+    assert all(torch.equal(before[path], leaf) for path, leaf in after.items())
 
 
-@pytest.mark.parametrize("preset", ["zero3", "ddp"])
-def test_no_reduction_that_is_under_way_overwrites_a_change(preset: str) -> None:
-    assert launch(zeroed, (preset,), nprocs=2) == [(True, True)] * 2
+def scale(state: fsdp.State, by: float) -> None:
+    for buffers in extend.shards(state).values():
+        for buffer in buffers:
+            buffer.local.mul_(by)
 
 
-def centralized(preset: str, way: str, loop: Any) -> tuple[list[float], Tree, int]:
-    centralize = of_the_guide()
-    state, model = made(preset)
-
-    def train_step(state: fsdp.State, data: Any) -> Any:
-        state, loss = loop(model, state, data, True)
-        return fsdp.step(centralize(state)), loss
-
-    step, count = compiled(way, train_step) if way != "eager" else (train_step, lambda: 1)
-    losses = []
-    for k in range(3):
-        state, loss = step(state, batch(k, dist.get_rank()))
-        losses.append(loss.item())
-    return losses, fsdp.full_params(state), count()
+def small() -> nn.Module:
+    return net(depth=BLOCKS)
 
 
-def plain(ranks: int) -> tuple[list[list[float]], Tree]:
-    """The plain module, its gradients centralized by hand: losses by rank, and weights."""
-    model = net(depth=BLOCKS)
-    losses: list[list[float]] = [[] for _ in range(ranks)]
-    for k in range(3):
-        found = [loss_fn(model, batch(k, rank)) for rank in range(ranks)]
-        for one, loss in zip(losses, found, strict=True):
-            one.append(loss.item())
-        trained = [p for p in model.parameters() if p.requires_grad]
-        grads = torch.autograd.grad(torch.stack(found).mean(), trained)
-        with torch.no_grad():
-            for p, g in zip(trained, grads, strict=True):
-                p.sub_(0.1 * (g - g.mean(dim=1, keepdim=True) if g.dim() > 1 and g.numel() else g))
-    return losses, {path: p.detach() for path, p in model.named_parameters(remove_duplicate=False)}
+def guided(one: Scenario, way: str) -> Seen:
+    """With the guide's transform before each update; compiled once."""
+    centralize, counts = of_the_guide(), []
+
+    def compile(step: Any) -> Any:
+        fn, count = compiled(way, step)
+        counts.append(count)
+        return fn
+
+    update = lambda state: fsdp.step(centralize(state))  # noqa: E731
+    seen = run(replace(one, update=update, compile=None if way == "eager" else compile))
+    assert all(count() == 1 for count in counts)
+    return seen
+
+
+def centralized(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for p in model.parameters():
+        if p.grad is not None and p.dim() > 1 and p.numel():
+            p.grad -= p.grad.mean(dim=1, keepdim=True)
+    optimizer.step()
 
 
 ROWS = [
-    (*one, way) for one in ((2, "zero1"), (2, "zero3"), (4, "hsdp")) for way in ("eager", "aot_eager", "T.aot_eager")
-]
-FEW = [(2, "zero3", "T.aot_eager"), (4, "hsdp", "eager")]
+    *((*one, way, "by_unit") for one in ((2, "zero1"), (2, "zero3"), (4, "hsdp"))
+      for way in ("eager", "aot_eager", "T.aot_eager")),
+    *((2, "zero3", way, "whole") for way in ("inductor", "T.inductor")),
+]  # fmt: skip
+FEW = [(2, "zero3", "T.aot_eager", "by_unit"), (4, "hsdp", "eager", "by_unit")]
 
 
-@pytest.mark.parametrize(("ranks", "preset", "way"), marked(ROWS, FEW))
-def test_the_guides_transform_runs_eagerly_and_compiled(ranks: int, preset: str, way: str) -> None:
-    losses, weights = plain(ranks)
-    for mine, (seen, found, count) in zip(
-        losses, launch(centralized, (preset, way, by_unit), nprocs=ranks, processes=way != "eager"), strict=True
-    ):
-        assert count == 1
-        torch.testing.assert_close(seen, mine, rtol=1e-9, atol=1e-9)  # sums in another order
-        assert largest(found, {path: weights[path] for path in found}) < 1e-9
-
-
-@pytest.mark.large
-@pytest.mark.parametrize("way", ["inductor", pytest.param("T.inductor", marks=pytest.mark.large)])
-def test_the_guides_transform_runs_in_inductors_code(way: str) -> None:
-    losses, weights = plain(2)
-    for mine, (seen, found, count) in zip(
-        losses, launch(centralized, ("zero3", way, whole_tree), nprocs=2, processes=True), strict=True
-    ):
-        assert count == 1
-        torch.testing.assert_close(seen, mine, rtol=1e-9, atol=1e-9)
-        assert largest(found, {path: weights[path] for path in found}) < 1e-9
+@pytest.mark.parametrize(("ranks", "preset", "way", "loop"), marked(ROWS, FEW))
+def test_the_guides_transform_runs_eagerly_and_compiled(ranks: int, preset: str, way: str, loop: str) -> None:
+    one = Scenario(model=small, preset=preset, optimizer=SGD, loop=loop, steps=3, plain_update=centralized)
+    found = launch(guided, (one, way), nprocs=ranks, processes=way != "eager")
+    for seen, want in zip(found, plain(one, ranks), strict=True):
+        alike(seen, want)  # but for sums in another order
 
 
 # ---------------------------------------------------------------- shards
-
-
-def counted(preset: str) -> dict[str, Any]:
-    state, model = made(preset)
-    state, _ = T.forward_backward(model, loss_fn)(state, batch(0, dist.get_rank()))
-    state = fsdp.finish_reductions(state)
-    whole = full_grads(state)
-    found: dict[str, Any] = {"elements": sum(g.numel() for g in whole.values())}
-    ones, sums = {}, {}
-    for axes, buffers in extend.shards(state).items():
-        parts = [part for buffer in buffers for part in extend.leaf_shards(buffer)]
-        ones[axes] = torch.tensor(float(sum(part.local.numel() for part in parts)))
-        sums[axes] = sum((buffer.local.sum() for buffer in buffers), torch.zeros((), dtype=torch.float64))
-    found["once"] = extend.total(state, ones).item()
-    found["sum"] = extend.total(state, sums).item() - sum(g.sum().item() for g in whole.values())
-    found["same"] = all(
-        torch.equal(local, whole[leaf.path].reshape(-1)[start : start + local.numel()])
-        for buffers in extend.shards(state).values() for buffer in buffers
-        for leaf, start, local in extend.leaf_shards(buffer)
-    )  # fmt: skip
-    found["leaves"] = [leaf.path for b in state.grads.values() for leaf, _, _ in extend.leaf_shards(b)] == [
-        leaf.path for name in state.grads for leaf in state.layout.buckets[name].leaves
-    ]
-    gathered = {path: t for b in state.grads.values() for path, t in extend.gather_leaves(b).items()}
-    found["gathered"] = gathered.keys() == whole.keys() and all(torch.equal(gathered[p], whole[p]) for p in whole)
-    half = extend.gather_leaves(state.main["blocks.0"], torch.float16)
-    found["dtype"] = {t.dtype for t in half.values()} == {torch.float16}
-    main = {axes: sum((b.local.sum() for b in some), torch.zeros(())) for axes, some in
-            extend.shards(state, state.main).items()}  # fmt: skip
-    weights = fsdp.full_params(state)
-    held = {path: weights[path] for path in dict.fromkeys(state.layout.source)}
-    found["main"] = extend.total(state, main).item() - sum(p.sum().item() for p in held.values())
-    return found
 
 
 @pytest.mark.parametrize("key", [("dta",), "data", ("data", "model"), 0])
@@ -182,141 +128,124 @@ def test_sums_are_along_axes_of_the_mesh(key: Any) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "preset"), [*((2, preset) for preset in PRESETS), (4, "hsdp"), (4, "hfsdp")])
+@each_rank("ranks")
 def test_each_element_counts_once(ranks: int, preset: str) -> None:
-    for found in launch(counted, (preset,), nprocs=ranks):
-        assert found["once"] == found["elements"]
-        assert abs(found["sum"]) < 1e-9  # added up in another order
-        assert abs(found["main"]) < 1e-4  # in float32 here and there
-        assert all(found[what] for what in ("same", "leaves", "gathered", "dtype"))
+    state, model = made(preset)
+    state, _ = T.forward_backward(model, loss_fn)(state, batch(0, dist.get_rank()))
+    state = fsdp.finish_reductions(state)
+    whole = full_grads(state)
+    ones, sums = {}, {}
+    for axes, buffers in extend.shards(state).items():
+        parts = [part for buffer in buffers for part in extend.leaf_shards(buffer)]
+        ones[axes] = torch.tensor(float(sum(part.local.numel() for part in parts)))
+        sums[axes] = sum((buffer.local.sum() for buffer in buffers), torch.zeros((), dtype=torch.float64))
+        for leaf, start, local in parts:
+            assert torch.equal(local, whole[leaf.path].reshape(-1)[start : start + local.numel()])
+    assert extend.total(state, ones).item() == sum(g.numel() for g in whole.values())
+    assert abs(extend.total(state, sums).item() - sum(g.sum().item() for g in whole.values())) < 1e-9  # another order
+    assert [leaf.path for b in state.grads.values() for leaf, _, _ in extend.leaf_shards(b)] == [
+        leaf.path for name in state.grads for leaf in state.layout.buckets[name].leaves
+    ]
+    gathered = {path: t for b in state.grads.values() for path, t in extend.gather_leaves(b).items()}
+    assert gathered.keys() == whole.keys()
+    assert all(torch.equal(gathered[path], whole[path]) for path in whole)
+    half = extend.gather_leaves(state.main["blocks.0"], torch.float16)
+    assert {t.dtype for t in half.values()} == {torch.float16}
+    shards = extend.shards(state, state.main).items()
+    main = {axes: sum((b.local.sum() for b in some), torch.zeros(())) for axes, some in shards}
+    weights = fsdp.full_params(state)
+    held = sum(weights[path].sum().item() for path in dict.fromkeys(state.layout.source))
+    assert abs(extend.total(state, main).item() - held) < 1e-4  # in float32 here and there
 
 
-def by_units() -> list[Any]:
-    state, model = made("zero3")
-    grads = {path: torch.full_like(p, 2.0) for path, p in fsdp.full_params(state).items()}
-    one = {key: torch.ones(shape or ()) for key, shape in
-           zip(state.layout.by_name["tail"].keys, state.layout.by_name["tail"].trains, strict=True)}  # fmt: skip
-    found: list[Any] = [extend.by_unit(state, "look", grads), extend.by_unit(state, "look", one, "tail")]
-    paths = {unit.name: unit.paths for unit in state.layout.units}
-    del model
-    return [*found, paths, raised(lambda: extend.by_unit(state, "look", {}, "tail")),
-            raised(lambda: extend.by_unit(state, "look", one, "tails"))]  # fmt: skip
-
-
+@each_rank(2)
 def test_gradients_by_unit_are_as_reduce_takes_them() -> None:
-    for whole, one, paths, wrong, unknown in launch(by_units, nprocs=2):
-        assert {name: len(some) for name, some in whole.items()} == {name: len(some) for name, some in paths.items()}
-        tied = dict(zip(paths["embed.weight"], whole["embed.weight"], strict=True))
-        assert (tied["embed.weight"] == 4).all()  # those of both users
-        assert dict(zip(paths["tail"], whole["tail"], strict=True))["tail.shift"] is None  # it is frozen
-        assert [*one] == ["tail"]
-        assert [g is None for g in one["tail"]] == [path == "tail.shift" for path in paths["tail"]]
-        assert "lacks" in wrong
-        assert "look: there is no unit 'tails'" in unknown
+    state, _ = made("zero3")
+    unit, paths = state.layout.by_name["tail"], {unit.name: unit.paths for unit in state.layout.units}
+    grads = {path: torch.full_like(p, 2.0) for path, p in fsdp.full_params(state).items()}
+    mine = {key: torch.ones(shape or ()) for key, shape in zip(unit.keys, unit.trains, strict=True)}
+    whole, one = extend.by_unit(state, "look", grads), extend.by_unit(state, "look", mine, "tail")
+    assert {name: len(some) for name, some in whole.items()} == {name: len(some) for name, some in paths.items()}
+    tied = dict(zip(paths["embed.weight"], whole["embed.weight"], strict=True))
+    assert torch.all(tied["embed.weight"] == 4)  # those of both users
+    assert dict(zip(paths["tail"], whole["tail"], strict=True))["tail.shift"] is None  # it is frozen
+    assert [*one] == ["tail"]
+    assert [g is None for g in one["tail"]] == [path == "tail.shift" for path in paths["tail"]]
+    refused(
+        (lambda: extend.by_unit(state, "look", {}, "tail"), "lacks"),
+        (lambda: extend.by_unit(state, "look", mine, "tails"), "look: there is no unit 'tails'"),
+    )
 
 
 # ---------------------------------------------------------------- numbers of all ranks
 
 
-def reduced() -> dict[str, Any]:
+@each_rank(4)
+def test_numbers_are_reduced_over_any_axes() -> None:
     mesh = fsdp.local_mesh(replica=2, shard=2)
     state = fsdp.shard({"w": torch.ones(8)}, fsdp.Spec(mesh, fsdp.hsdp("replica", "shard")), fsdp.sgd(lr=0.1))
-    ranks = extend.ranks_of(state)
-    mine = [torch.tensor([[float(ranks.rank), 1.0]]), torch.tensor(ranks.rank)]
-    found: dict[str, Any] = {"rank": ranks.rank, "place": ranks.coordinate, "index": ranks.index, "size": ranks.size}
-    for name, axes in (("all", None), ("replica", "replica"), ("shard", ("shard",)), ("none", ())):
-        found[name] = [t.tolist() for t in extend.all_reduce(state, mine, "sum", axis=axes)]
-    found["mean"] = extend.all_reduce(state, mine[:1], "mean", what="means")[0].tolist()
-    found["kept"] = [t.tolist() for t in mine]
-    (largest,) = extend.all_reduce(state, mine[1:], "max")
-    found["largest"] = largest.item(), largest.dtype
-    found["everyone"] = ranks.everyone(ranks.rank, "ranks")
-    found["unknown"] = raised(lambda: extend.all_reduce(state, mine, "sum", ["data"]))
-    found["shapes"] = raised(lambda: extend.all_reduce(state, [torch.ones(1 + ranks.index % 2)], "sum", ["shard"]))
+    ranks, rank = extend.ranks_of(state), dist.get_rank()
+    assert (ranks.rank, ranks.index, ranks.size) == (rank, rank, 4)
+    assert ranks.coordinate == {"replica": rank // 2, "shard": rank % 2}
+    mine = [torch.tensor([[float(rank), 1.0]]), torch.tensor(rank)]
+    for axes, others in (
+        (None, [0, 1, 2, 3]), ("replica", [rank, (rank + 2) % 4]), (("shard",), [rank, rank ^ 1]), ((), [rank])
+    ):  # fmt: skip
+        found = [t.tolist() for t in extend.all_reduce(state, mine, "sum", axis=axes)]
+        assert found == [[[float(sum(others)), float(len(others))]], sum(others)]
+        assert [t.tolist() for t in mine] == [[[float(rank), 1.0]], rank]
+    assert extend.all_reduce(state, mine[:1], "mean", what="means")[0].tolist() == [[1.5, 1.0]]
+    (most,) = extend.all_reduce(state, mine[1:], "max")
+    assert (most.item(), most.dtype) == (3, torch.int64)
+    assert ranks.everyone(rank, "ranks") == [0, 1, 2, 3]
+    refused(
+        (lambda: extend.all_reduce(state, mine, "sum", ["data"]), "'data' is not one of 'replica', 'shard'"),
+        (lambda: extend.all_reduce(state, [torch.ones(1 + ranks.index % 2)], "sum", ["shard"]), "TreeError"),
+    )
     seed = extend.seeds(state, "noise")
-    found["seeds"] = seed("a", 1), seed("a", 1), seed("a", 2), extend.seeds(state)("a", 1)
-    return found
-
-
-def test_numbers_are_reduced_over_any_axes() -> None:
-    found = launch(reduced, nprocs=4)
-    for rank, one in enumerate(found):
-        other = {"replica": (rank + 2) % 4, "shard": rank ^ 1}
-        assert (one["rank"], one["index"], one["size"]) == (rank, rank, 4)
-        assert one["place"] == {"replica": rank // 2, "shard": rank % 2}
-        assert one["all"] == [[[6.0, 4.0]], 6]
-        assert one["replica"] == [[[float(rank + other["replica"]), 2.0]], rank + other["replica"]]
-        assert one["shard"] == [[[float(rank + other["shard"]), 2.0]], rank + other["shard"]]
-        assert one["none"] == one["kept"] == [[[float(rank), 1.0]], rank]
-        assert one["mean"] == [[1.5, 1.0]]
-        assert one["largest"] == (3, torch.int64)
-        assert one["everyone"] == [0, 1, 2, 3]
-        assert "'data' is not one of 'replica', 'shard'" in one["unknown"]
-        assert "TreeError" in one["shapes"]
-        first, again, second, other_seed = one["seeds"]
-        assert first == again
-        assert len({first, second, other_seed}) == 3
-    assert len({one["seeds"] for one in found}) == 1
+    seeds = seed("a", 1), seed("a", 2), extend.seeds(state)("a", 1)
+    assert seed("a", 1) == seeds[0]
+    assert len({*seeds}) == 3
+    assert len({*ranks.everyone(seeds, "seeds")}) == 1
 
 
 # ---------------------------------------------------------------- changes
 
 
-def changed(preset: str) -> dict[str, Any]:
+@pytest.mark.parametrize("preset", ["zero3", "zero1"])
+@each_rank(2)
+def test_a_change_consumes_the_state_and_can_be_abandoned(preset: str) -> None:
     state, model = made(preset)
-    found: dict[str, Any] = {}
-    begun, _ = T.forward_backward(model, loss_fn)(state, batch(0, dist.get_rank()))
+    forward_backward = T.forward_backward(model, loss_fn)
+    begun, _ = forward_backward(state, batch(0, dist.get_rank()))
     begun = fsdp.finish_reductions(begun)
     before = full_grads(begun)
-
-    def halve() -> None:
-        for buffers in extend.shards(begun).values():
-            for buffer in buffers:
-                buffer.local.mul_(0.5)
-
-    after = extend.change(begun, "halve()", halve)
-    found["grads"] = largest(full_grads(after), {path: g / 2 for path, g in before.items()})
-    found["stale"] = raised(lambda: fsdp.step(begun))
+    after = extend.change(begun, "halve()", lambda: scale(begun, 0.5))
+    assert largest(full_grads(after), {path: g / 2 for path, g in before.items()}) == 0
+    refused((lambda: fsdp.step(begun), "consumed by halve()"))
     fsdp.step(after)
 
     def fails() -> None:
         raise ValueError("stopped")
 
     state = fsdp.newest(state)
-    found["none"] = raised(lambda: extend.change(state, "halve()", halve))
-    begun, _ = T.forward_backward(model, loss_fn)(state, batch(1, dist.get_rank()), last_microbatch=False)
-    found["partial"] = raised(lambda: extend.change(begun, "halve()", halve))
-    state = fsdp.newest(state)
-    begun, _ = T.forward_backward(model, loss_fn)(state, batch(1, dist.get_rank()))
-    begun = fsdp.finish_reductions(begun)
-    found["raised"] = raised(lambda: extend.change(begun, "halve()", fails))
-    found["abandoned"] = raised(lambda: fsdp.step(begun))
-    begun, _ = T.forward_backward(model, loss_fn)(state, batch(1, dist.get_rank()))
-    found["again"] = fsdp.step(begun).steps
-    return found
+    refused((lambda: extend.change(state, "halve()", lambda: None), "halve(): this state has no gradients"))
+    part, _ = forward_backward(state, batch(1, dist.get_rank()), last_microbatch=False)
+    said = raised(lambda: extend.change(part, "halve()", lambda: None))
+    assert ("not all gradients are whole" in said) == (preset == "zero1")
+    other, _ = forward_backward(fsdp.newest(state), batch(1, dist.get_rank()))
+    other = fsdp.finish_reductions(other)
+    refused((lambda: extend.change(other, "halve()", fails), "stopped"), (lambda: fsdp.step(other), "StaleStateError"))
+    again, _ = forward_backward(fsdp.newest(state), batch(1, dist.get_rank()))
+    assert fsdp.step(again).steps == 2
 
 
-@pytest.mark.parametrize("preset", ["zero3", "zero1"])
-def test_a_change_consumes_the_state_and_can_be_abandoned(preset: str) -> None:
-    for found in launch(changed, (preset,), nprocs=2):
-        assert found["grads"] == 0
-        assert "consumed by halve()" in found["stale"]
-        assert "stopped" in found["raised"]
-        assert "StaleStateError" in found["abandoned"]
-        assert found["again"] == 2
-        assert "halve(): this state has no gradients" in found["none"]
-        assert ("not all gradients are whole" in found["partial"]) == (preset == "zero1")
-
-
-def other_numbers() -> str:
+@each_rank(2)
+def test_ranks_compare_what_they_changed() -> None:
     state, model = made("zero3")
     state, _ = T.forward_backward(model, loss_fn)(state, batch(0, dist.get_rank()))
     state = extend.change(fsdp.finish_reductions(state), "scale()", lambda: None, by=1.0 + dist.get_rank())
-    return raised(lambda: fsdp.step(state))
-
-
-def test_ranks_compare_what_they_changed() -> None:
-    for said in launch(other_numbers, nprocs=2):
-        assert "changed its gradients in other ways" in said
+    refused((lambda: fsdp.step(state), "changed its gradients in other ways"))
 
 
 def filled(way: str, every_leaf: bool) -> Tree:
@@ -378,17 +307,10 @@ def clamped(preset: str, way: str) -> tuple[Tree, Tree, dict[str, Any]]:
     return weights, seen, found
 
 
-def plain_clamped(ranks: int) -> Tree:
-    model = net(depth=BLOCKS)
-    for k in range(2):
-        trained = [p for p in model.parameters() if p.requires_grad]
-        grads = [torch.autograd.grad(loss_fn(model, batch(k, rank)), trained) for rank in range(ranks)]
-        with torch.no_grad():
-            for p, *some in zip(trained, *grads, strict=True):
-                p.sub_(0.1 * torch.stack(some).mean(0))
-            for p in model.parameters():
-                p.clamp_(-0.3, 0.3)
-    return {path: p.detach() for path, p in model.named_parameters(remove_duplicate=False)}
+def clamp_plainly(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    for p in model.parameters():
+        p.data.clamp_(-0.3, 0.3)
 
 
 WAYS = [
@@ -401,7 +323,7 @@ WAYS = [
 @pytest.mark.parametrize(("preset", "way"), WAYS)
 def test_weights_are_changed_between_steps(preset: str, way: str) -> None:
     ranks = 2 if FULL or way == "eager" else 1
-    want = plain_clamped(ranks)
+    want = plain(Scenario(model=small, optimizer=SGD, plain_update=clamp_plainly), ranks)[0].weights[-1]
     for weights, seen, found in launch(clamped, (preset, way), nprocs=ranks, processes=way != "eager"):
         assert largest(weights, {path: want[path] for path in weights}) < 1e-6  # computed in float32
         assert (found["steps"], found["between"]) == (2, True)
@@ -413,7 +335,8 @@ def test_weights_are_changed_between_steps(preset: str, way: str) -> None:
         assert found["goes on"] == 3
 
 
-def half_changed() -> list[str]:
+@each_rank(2)
+def test_weights_that_are_half_changed_are_of_no_more_use() -> None:
     state, _ = made("zero3")
 
     def fails() -> None:
@@ -421,31 +344,26 @@ def half_changed() -> list[str]:
 
     def fails_late() -> None:
         next(iter(state.main.values())).local.zero_()
-        raise ValueError("stopped")
+        fails()
 
-    said = [raised(lambda: extend.change_weights(state, "clamp()", fails))]
-    state, _ = fsdp.unshard(state)  # nothing has changed: it is good
-    said.append(raised(lambda: extend.change_weights(fsdp.drop_gradients(state), "clamp()", fails_late)))
-    said.append(raised(lambda: fsdp.unshard(state)))
-    return said
-
-
-def test_weights_that_are_half_changed_are_of_no_more_use() -> None:
-    for first, late, after in launch(half_changed, nprocs=2):
-        assert "stopped" in first
-        assert "stopped" in late
-        assert "clamp() was stopped by ValueError while it changed the weights" in after
+    refused((lambda: extend.change_weights(state, "clamp()", fails), "stopped"))
+    middle, _ = fsdp.unshard(state)  # nothing has changed: it is good
+    refused(
+        (lambda: extend.change_weights(fsdp.drop_gradients(middle), "clamp()", fails_late), "stopped"),
+        (lambda: fsdp.unshard(middle), "clamp() was stopped by ValueError while it changed the weights"),
+    )
 
 
 # ---------------------------------------------------------------- gradients apart
 
 
-def beside(begun: bool) -> dict[str, Any]:
+@pytest.mark.parametrize("begun", [False, True])
+@each_rank(2)
+def test_gradients_apart_leave_those_that_are_there(begun: bool) -> None:
     state, model = made("zero3")
     forward_backward = T.forward_backward(model, loss_fn)
     penalty = T.forward_backward(model, lambda model, data: 3.0 * loss_fn(model, data))
     mine, other = batch(0, dist.get_rank()), batch(1, dist.get_rank())
-    found: dict[str, Any] = {}
     want, _ = penalty(state, other)
     want_other = full_grads(fsdp.finish_reductions(want))
     want, _ = forward_backward(fsdp.drop_gradients(want), mine)
@@ -454,28 +372,26 @@ def beside(begun: bool) -> dict[str, Any]:
     if begun:
         state, _ = forward_backward(state, mine)
     state, loss, grads = extend.separate_gradients(state, "beside", lambda state: penalty(state, other))
-    found["apart"] = largest(full_grads(state._evolve(grads=grads)), want_other)
-    found["loss"] = loss.dim()
-    if not begun:
-        found["none"] = not state.grads
-        state, _ = forward_backward(state, mine)
+    assert largest(full_grads(state._evolve(grads=grads)), want_other) < 1e-12
+    assert loss.dim() == 0
+    if begun:
+        refused((lambda: forward_backward(state, mine), "would count twice"))
     else:
-        found["none"] = "would count twice" in raised(lambda: forward_backward(state, mine))
-    found["kept"] = largest(full_grads(fsdp.finish_reductions(state)), want_mine)
-    found["steps"] = fsdp.step(state).steps
-    return found
+        assert not state.grads
+        state, _ = forward_backward(state, mine)
+    assert largest(full_grads(fsdp.finish_reductions(state)), want_mine) < 1e-12
+    assert fsdp.step(state).steps == 1
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_gradients_apart_leave_those_that_are_there(begun: bool) -> None:
-    for found in launch(beside, (begun,), nprocs=2):
-        assert found["apart"] < 1e-12
-        assert found["kept"] < 1e-12
-        assert found["none"]
-        assert (found["loss"], found["steps"]) == (0, 1)
+COMPILED = {
+    "apart": "ScheduleError: penalty keeps gradients apart, which a compiled step cannot",
+    "seeds": "ScheduleError: seeds: reads state.rng on the host, which a compiled step cannot",
+    "weights": "ScheduleError: clamp() changes weights, and this State is in the middle of a step",
+}
 
 
-def refused(which: str) -> str:
+@pytest.mark.parametrize("which", COMPILED)
+def test_what_a_compiled_step_cannot_do_is_said(which: str) -> None:
     state, _ = made("zero3")
 
     def train_step(state: fsdp.State, data: Any) -> Any:
@@ -487,16 +403,7 @@ def refused(which: str) -> str:
         return extend.separate_gradients(state, "penalty", lambda state: (state, data[0].sum()))[0], data[0].sum()
 
     step = torch.compile(train_step, fullgraph=True, backend="aot_eager")
-    return raised(lambda: step(state, batch(0, dist.get_rank())))
-
-
-def test_what_a_compiled_step_cannot_do_is_said() -> None:
-    for said in launch(refused, ("apart",), nprocs=2):
-        assert said.startswith("ScheduleError: penalty keeps gradients apart, which a compiled step cannot")
-    for said in launch(refused, ("seeds",), nprocs=2):
-        assert said.startswith("ScheduleError: seeds: reads state.rng on the host, which a compiled step cannot")
-    for said in launch(refused, ("weights",), nprocs=2):
-        assert said.startswith("ScheduleError: clamp() changes weights, and this State is in the middle of a step")
+    assert raised(lambda: step(state, batch(0, dist.get_rank()))).startswith(COMPILED[which])
 
 
 def by_hand(x: torch.Tensor) -> tuple[torch.Tensor, str]:
@@ -538,7 +445,8 @@ class Layers(nn.Module):
         return x
 
 
-def driven() -> dict[str, Any]:
+@each_rank(2)
+def test_a_session_drives_what_a_third_party_has() -> None:
     """A model driven by hand through a session, whose order is other than the layout's; beside `forward_backward`."""
     mesh = fsdp.local_mesh()  # first: it starts the process group, which other tests may not have done
     torch.manual_seed(0)
@@ -577,67 +485,49 @@ def driven() -> dict[str, Any]:
             x = model.get_submodule(unit)(x).tanh()
         return x.sum()
 
-    found: dict[str, Any] = {}
-    state = fsdp.shard(params, fsdp.Spec(mesh), fsdp.sgd(lr=0.1))
-    other = fsdp.shard(params, fsdp.Spec(mesh), fsdp.sgd(lr=0.1))
+    state, other = (fsdp.shard(params, fsdp.Spec(mesh), fsdp.sgd(lr=0.1)) for _ in range(2))
     forward_backward = T.forward_backward(model, total)
-    found["numbers"], found["loss"], found["uses"] = [], [], []
     for _ in range(3):
         state, loss, number = step(state)
         other, expected = forward_backward(other, x)
-        found["numbers"].append(number)
-        found["loss"].append((loss - expected).abs().item())
-        found["uses"].append([use.unit for use in state.cursor.plan.uses])
+        assert number == 0
+        assert (loss - expected).abs().item() < 1e-12
+        uses = [use.unit for use in state.cursor.plan.uses]
         state, other = fsdp.step(state), fsdp.step(other)
-    found["weights"] = largest(fsdp.full_params(state), fsdp.full_params(other))
+    assert uses == [*order]
+    assert largest(fsdp.full_params(state), fsdp.full_params(other)) < 1e-12
 
     session = extend.Session(state, "look")
     looked, _ = fsdp.unshard(state, "layers.2")
     looked = fsdp.release(looked, "layers.2")
-    found["rest"] = session.rest(looked) is state and state.between_steps and state.cursor.idle
-    found["consumed"] = raised(lambda: fsdp.release(looked, "layers.2"))
+    assert session.rest(looked) is state
+    assert state.between_steps
+    assert state.cursor.idle
+    refused((lambda: fsdp.release(looked, "layers.2"), "look()"))
     begun, _, _ = step(state)
     session = extend.Session(begun, "look")
-    found["middle"] = session.rest(begun) is begun
-    found["second"] = session.number
-    found["stale"] = raised(lambda: extend.Session(looked, "look"))
-    return found
+    assert session.rest(begun) is begun
+    assert session.number == 1
+    refused((lambda: extend.Session(looked, "look"), "StaleStateError", "look: "))
 
 
-def test_a_session_drives_what_a_third_party_has() -> None:
-    for found in launch(driven, nprocs=2):
-        assert found["numbers"] == [0, 0, 0]
-        assert max(found["loss"]) < 1e-12
-        assert found["weights"] < 1e-12
-        assert found["uses"][-1] == ["layers.2", "layers.1", "layers.0", "layers.0", "layers.1", "layers.2"]
-        assert found["rest"]
-        assert "look()" in found["consumed"]
-        assert found["middle"]
-        assert found["second"] == 1
-        assert "StaleStateError" in found["stale"]
-        assert "look: " in found["stale"]
-
-
-def spoilt(preset: str) -> str:
+@pytest.mark.parametrize(
+    ("preset", "said"), [("ddp", "StaleStateError: unshard: somebody has changed it."), ("zero3", "")]
+)
+@each_rank(2)
+def test_weights_that_were_changed_spoil_a_state_that_owns_them(preset: str, said: str) -> None:
     state, _ = made(preset)
-    session = extend.Session(state, "spoil")
-    session.spoil(state, ["blocks.0"], "somebody has changed it.")
-    return raised(lambda: fsdp.unshard(state))
+    extend.Session(state, "spoil").spoil(state, ["blocks.0"], "somebody has changed it.")
+    assert raised(lambda: fsdp.unshard(state)) == said
 
 
-def test_weights_that_were_changed_spoil_a_state_that_owns_them() -> None:
-    assert launch(spoilt, ("ddp",), nprocs=2) == ["StaleStateError: unshard: somebody has changed it."] * 2
-    assert launch(spoilt, ("zero3",), nprocs=2) == [""] * 2
-
-
-def lineages() -> list[bool]:
+@each_rank(2)
+def test_a_lineage_is_one_object() -> None:
     state, model = made("zero3")
     mine = extend.lineage_of(state)
     after, _ = T.forward_backward(model, loss_fn)(state, on(state, batch(0, dist.get_rank())))
     new = fsdp.step(after)
     other = fsdp.replace_params(new, fsdp.full_params(new))
-    return [extend.lineage_of(new) is mine, mine.commits == 1, mine.broken == "", extend.lineage_of(other) is not mine]
-
-
-def test_a_lineage_is_one_object() -> None:
-    assert launch(lineages, nprocs=2) == [[True] * 4] * 2
+    assert extend.lineage_of(new) is mine
+    assert (mine.commits, mine.broken) == (1, "")
+    assert extend.lineage_of(other) is not mine
