@@ -11,20 +11,22 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from support.models import CASES, VOCABULARY, batch_of, hf, made, own_loss
-from support.problems import batch, full_grads, loss_fn, mesh_and_placement, net, on
+from support.driven import refused
+from support.models import CASES, VOCABULARY, batch_of, hf, own_loss
+from support.problems import mesh_and_placement, net
+from support.ranks import each_rank
+from support.scenario import SGD, Scenario, alike, apart, case, run
 from support.tables import FULL, marked
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._functorch._aot_autograd.utils import make_boxed_func
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -47,84 +49,59 @@ def counting(backend: str = "aot_eager") -> Any:
     return CompileCounterWithBackend(backend)
 
 
-def apart(a: Tree, b: Tree) -> float:
-    assert a.keys() == b.keys()
-    return max((a[key].double() - b[key].double()).abs().max().item() for key in a if a[key].numel())
-
-
 # ---------------------------------------------------------------- driven
 
 
-def driven(compile: Any, preset: str) -> tuple[list[float], Tree]:
-    """Losses and the last gradients of two steps of two microbatches, on this rank's own data."""
-    state, skeleton = start(net(torch.float32), preset)
-    forward_backward = T.forward_backward(skeleton, loss_fn, compile=compile)
-    losses, grads = [], {}
-    for step in range(2):
-        for k in range(2):
-            data = on(state, batch(step, dist.get_rank(), k))
-            state, loss = forward_backward(state, data, last_microbatch=k == 1)
-            losses.append(loss.item())
-        grads = full_grads(fsdp.finish_reductions(state))
-        state = fsdp.step(state)
-    return losses, grads
+UNITS = Scenario(model=lambda: net(torch.float32), spec={"schedule": fsdp.Schedule(debug=True)}, optimizer=SGD, micro=2)
+AOT = {"backend": "aot_eager"}
 
 
-def beside_eager(backend: str, preset: str) -> tuple[float, float, int]:
-    losses, grads = driven(False, preset)
-    counter = counting(backend)
-    found, theirs = driven({"backend": counter}, preset)
-    return max(abs(a - b) for a, b in zip(losses, found, strict=True)), apart(grads, theirs), counter.frame_count
+def beside_eager(one: Scenario, eager: Scenario, counter: Any, count: int, within: float) -> None:
+    """Losses, gradients and weights, after so many graphs were made."""
+    alike(run(one), run(eager), within)
+    assert counter.frame_count == count
 
 
 BACKENDS = [("aot_eager", "zero2"), ("inductor", "zero3")]  # Inductor's numbers are beside eager's below, too
 
 
 @pytest.mark.parametrize(("backend", "preset"), marked(BACKENDS, BACKENDS[:1]))
+@each_rank(RANKS)
 def test_as_eager(backend: str, preset: str) -> None:
-    for loss, grad, count in launch(beside_eager, (backend, preset), nprocs=RANKS):
-        assert loss < 1e-5
-        assert grad < 1e-5
-        assert count == 1  # for all blocks; embed, head and tail run as they are
+    counter, eager = counting(backend), replace(UNITS, preset=preset)
+    one = replace(eager, options={"compile": {"backend": counter}})
+    beside_eager(one, eager, counter, 1, 1e-5)  # for all blocks; embed, head and tail run as they are
 
 
-def steps_of(name: str, compile: Any, preset: str = "zero3", steps: int = 2) -> tuple[list[float], Tree, Tree]:
-    """A case driven: losses, weights and buffers after a few steps."""
-    case = CASES[name]
-    state, model = start(made(case), preset, **case.spec)
-    forward_backward = T.forward_backward(model, case.loss_fn, compile=compile)
-    losses = []
-    for step in range(steps):
-        state, loss = forward_backward(state, batch_of(case, step, dist.get_rank()))
-        state = fsdp.step(state)
-        losses.append(loss.item())
-    return losses, fsdp.full_params(state), dict(state.buffers or {})
+@each_rank(RANKS)
+def test_stages_by_hand() -> None:
+    counter, eager = counting(), replace(UNITS, loop="by_unit")
+    one = replace(eager, change=lambda model: T.compile_units(model, "blocks.*", "tail", backend=counter))
+    beside_eager(one, eager, counter, 2, 1e-5)  # the blocks, and the tail
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
+@each_rank(RANKS)
+def test_driven_with_remat(inside: bool) -> None:
+    counter, eager = counting(), replace(UNITS, steps=1, micro=1, change=lambda model: T.remat(model, "blocks.*"))
+    one = replace(eager, options={"compile": {"backend": counter}}) if inside else replace(
+        eager, change=lambda model: T.remat(T.compile_units(model, "blocks.*", backend=counter), "blocks.*")
+    )  # fmt: skip
+    beside_eager(one, eager, counter, 1, 1e-5)
 
 
 CHOSEN = ["llama, checkpointed", "resnet", "checkpoint around two", "a unit called twice", "a unit called on one rank",
           "adapters", "containers"]  # fmt: skip
 
 
-def chosen_cases(names: list[str]) -> dict[str, tuple[float, float, float]]:
-    found = {}
+@pytest.mark.parametrize("names", [CHOSEN[1:6:2], pytest.param(CHOSEN, marks=pytest.mark.large)], ids=["some", "all"])
+@each_rank(RANKS)
+def test_awkward_models(names: list[str]) -> None:
     for name in names:
+        eager = case(name, spec=UNITS.spec, optimizer=SGD)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what cases warn of is tested elsewhere
-            losses, weights, buffers = steps_of(name, False)
-            theirs, their_weights, their_buffers = steps_of(name, {"backend": "aot_eager"})
-        loss = max(abs(a - b) for a, b in zip(losses, theirs, strict=True))
-        found[name] = loss, apart(weights, their_weights), apart(buffers, their_buffers) if buffers else 0.0
-    return found
-
-
-@pytest.mark.parametrize("names", [CHOSEN[1:6:2], pytest.param(CHOSEN, marks=pytest.mark.large)], ids=["some", "all"])
-def test_awkward_models(names: list[str]) -> None:
-    for found in launch(chosen_cases, (names,), nprocs=RANKS):
-        assert [*found] == names
-        for name, (loss, weights, buffers) in found.items():
-            assert loss < 1e-12, name
-            assert weights < 1e-9, name
-            assert buffers < 1e-12, name
+            alike(run(replace(eager, options={"compile": AOT})), run(eager), 1e-12)
 
 
 def llama(depth: int) -> nn.Module:
@@ -134,71 +111,27 @@ def llama(depth: int) -> nn.Module:
     return hf("LlamaForCausalLM", "LlamaConfig", settings)()
 
 
-def one_graph_for_all() -> tuple[list[int], float]:
-    """Of a model of 3 layers: graphs after each step, then after an evaluation and another; at last all units."""
-    state, model = start(llama(3))
-    counter, counts = counting(), []
-    case = CASES["llama"]
-    model = T.compile_units(model, "model.layers.*", backend=counter)
-    forward_backward, predict = T.forward_backward(model, own_loss), T.apply(model, own_loss)
-    eager = T.apply(fsdp.functionalize(llama(3))[1], own_loss)
-    for step in range(3):
-        state, _ = forward_backward(state, batch_of(case, step, dist.get_rank()))
-        state = fsdp.step(state)
-        counts.append(counter.frame_count)
-    for step in range(2):
-        state, loss = predict(state, batch_of(case, step, dist.get_rank()))
-        state, same = eager(state, batch_of(case, step, dist.get_rank()))
-        counts.append(counter.frame_count)
-    counter = counting()
-    state, also = T.apply(fsdp.functionalize(llama(3))[1], own_loss, compile={"backend": counter})(
-        state, batch_of(case, 1, dist.get_rank())
-    )
-    return [*counts, counter.frame_count], max((loss - same).abs().item(), (also - same).abs().item())
-
-
+@each_rank(1)
 def test_equal_layers_are_one_graph() -> None:
-    for counts, difference in launch(one_graph_for_all, nprocs=1):
-        assert counts == [1, 1, 1, 2, 2, 1]  # with gradients, and without; what repeats
-        assert difference < 1e-6
-
-
-class Compilations:
-    """A backend that counts: frames that Dynamo traced, forwards and backwards that were compiled."""
-
-    def __init__(self) -> None:
-        self.frames = self.forwards = self.backwards = 0
-        common: Any = torch._dynamo.backends.common
-        self.inner = common.aot_autograd(fw_compiler=self.forward, bw_compiler=self.backward)
-
-    def __call__(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
-        self.frames += 1
-        return self.inner(module, inputs)
-
-    def forward(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
-        self.forwards += 1
-        return make_boxed_func(module.forward)
-
-    def backward(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
-        self.backwards += 1
-        return make_boxed_func(module.forward)
-
-
-def compilations_of(depth: int) -> tuple[int, int, int]:
-    """Of two steps of two microbatches, of a model of so many layers."""
-    state, model = start(llama(depth))
-    counted = Compilations()
-    forward_backward = T.forward_backward(model, own_loss, compile={"backend": counted})
+    """Of a model of 3 layers: after each step, then after an evaluation and another; at last all units."""
+    state, module = start(llama(3))
+    counter, every, counts, one = counting(), counting(), [], CASES["llama"]
+    model = T.compile_units(module, "model.layers.*", backend=counter)
+    forward_backward, predict, eager = (
+        T.forward_backward(model, own_loss),
+        T.apply(model, own_loss),
+        T.apply(module, own_loss),
+    )
+    for step in range(3):
+        state = fsdp.step(forward_backward(state, batch_of(one, step, 0))[0])
+        counts.append(counter.frame_count)
     for step in range(2):
-        for k in range(2):
-            state, _ = forward_backward(state, batch_of(CASES["llama"], step, k), last_microbatch=k == 1)
-        state = fsdp.step(state)
-    return counted.frames, counted.forwards, counted.backwards
-
-
-def test_the_number_of_layers_costs_no_compilation() -> None:
-    """One frame, one forward and one backward, whatever it is."""
-    assert compilations_of(2) == compilations_of(24 if FULL else 8) == (1, 1, 1)
+        state, loss = predict(state, batch_of(one, step, 0))
+        state, same = eager(state, batch_of(one, step, 0))
+        counts.append(counter.frame_count)
+    state, also = T.apply(module, own_loss, compile={"backend": every})(state, batch_of(one, 1, 0))
+    assert [*counts, every.frame_count] == [1, 1, 1, 2, 2, 1]  # with gradients, and without; what repeats
+    assert max((loss - same).abs().item(), (also - same).abs().item()) < 1e-6
 
 
 WARM = """
@@ -227,7 +160,8 @@ print(counters["stats"]["unique_graphs"], counters["aot_autograd"]["autograd_cac
 
 @pytest.mark.large
 def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
-    """Dynamo traces one layer; of it a forward and a backward are compiled once, and read from the cache later."""
+    """Dynamo traces one of five layers; of it a forward and a backward are compiled once, and read from the cache
+    later."""
     said = []
     for _ in range(2):
         done = subprocess.run(
@@ -260,27 +194,20 @@ CHOICES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
 }
 
 
-def compiled_units(choice: str) -> tuple[set[str], int, bool]:
-    """Which units are compiled, the graphs, and whether the loss is that of eager units."""
-    counter = counting()
-    torch.manual_seed(0)
-    state, model = start(CHOICES[choice][0]())
-    x = torch.randn(4, 5)
-    losses, units = [], set()
-    for compile in (False, {"backend": counter}):
-        run = T.forward_backward(model, lambda model, x: model(x).square().mean(), compile=compile)
-        state, loss = run(state, x, last_microbatch=False)
-        losses.append(loss)
-        units = {call.unit_module.path for call in run.driver.unit_calls if call.compiled}  # type: ignore[union-attr]
-    return units, counter.frame_count, torch.allclose(*losses)
-
-
 @pytest.mark.parametrize("choice", list(CHOICES))
+@each_rank(1)
 def test_what_repeats_is_compiled(choice: str) -> None:
-    units, graphs, same = launch(compiled_units, (choice,), nprocs=1)[0]
-    assert units == CHOICES[choice][1]
-    assert graphs == len({type(part) for i, part in CHOICES[choice][0]().named_children() if i in units})
-    assert same
+    make, want = CHOICES[choice]
+    torch.manual_seed(0)
+    (state, model), counter, x, losses = start(make()), counting(), torch.randn(4, 5), []
+    for compile in (False, {"backend": counter}):
+        step = T.forward_backward(model, lambda model, x: model(x).square().mean(), compile=compile)
+        state, loss = step(state, x, last_microbatch=False)
+        losses.append(loss)
+        units = {call.unit_module.path for call in step.driver.unit_calls if call.compiled}  # type: ignore[union-attr]
+    assert units == want
+    assert counter.frame_count == len({type(part) for i, part in make().named_children() if i in units})
+    assert torch.allclose(*losses)
 
 
 class Numbered(nn.Module):
@@ -338,78 +265,44 @@ class Drop(nn.Module):
         return x + F.dropout(self.linear(x), self.rate, self.training)
 
 
-def drops(compile: Any, rates: tuple[float, ...], steps: int = 2) -> tuple[list[float], Tree]:
-    torch.manual_seed(0)
-    state, model = start(Drops(*rates))
-    forward_backward = T.forward_backward(model, lambda model, x: model(x), compile=compile)
-    losses = []
-    for step in range(steps):
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        state, loss = forward_backward(state, x)
-        losses.append(loss.item())
-        state = fsdp.step(state)
-    return losses, fsdp.full_params(state)
+def drops(*rates: float) -> Scenario:
+    def data(step: int, rank: int, micro: int) -> torch.Tensor:
+        drawn = torch.Generator().manual_seed(10 * step + rank)
+        return torch.randn(4, 5, dtype=torch.float64, generator=drawn)
 
-
-def layers_that_differ(rates: tuple[float, ...]) -> tuple[int, float, float]:
-    counter = counting()
-    (losses, weights), (theirs, others) = drops(False, rates), drops({"backend": counter}, rates)
-    loss = max(abs(a / b - 1) for a, b in zip(losses, theirs, strict=True))
-    return counter.frame_count, loss, apart(weights, others)
+    return Scenario(
+        model=lambda: Drops(*rates).double(),
+        loss_fn=lambda model, x: model(x),
+        data=data,
+        spec=UNITS.spec,
+        optimizer=SGD,
+    )
 
 
 @pytest.mark.parametrize(
     ("rates", "count"), [((0.5,) * 4, 1), ((0.0, 0.5, 0.0, 0.5), 2), (tuple(i / 20 for i in range(9)), 9)]
 )
+@each_rank(1)
 def test_layers_that_differ_are_compiled_apart(rates: tuple[float, ...], count: int) -> None:
     """More of them than torch's recompile limit, too. Under aot_eager random numbers are eager's."""
-    for found, loss, weight in launch(layers_that_differ, (rates,), nprocs=1):
-        assert found == count
-        assert loss < 1e-6
-        assert weight < 1e-5
-
-
-def random_numbers() -> tuple[bool, bool, bool]:
-    rates = (0.5, 0.5)
-    eager, found, again = (drops(compile, rates)[0] for compile in (False, True, True))
-    as_eager = drops({"options": {"fallback_random": True}}, rates)[0]
-    return found == again, found == eager, max(abs(a - b) for a, b in zip(as_eager, eager, strict=True)) < 1e-6
+    counter, eager = counting(), drops(*rates)
+    beside_eager(replace(eager, options={"compile": {"backend": counter}}), eager, counter, count, 1e-9)
 
 
 @pytest.mark.large
+@each_rank(1)
 def test_random_numbers_of_inductor() -> None:
     """The same with the same seed; others than eager's, unless asked for."""
-    assert launch(random_numbers, nprocs=1) == [(True, False, True)]
+    fallback = {"options": {"fallback_random": True}}
+    eager, found, again, as_eager = (
+        run(replace(drops(0.5, 0.5), options={"compile": compile})).losses for compile in (False, True, True, fallback)
+    )
+    assert found == again
+    assert found != eager
+    assert as_eager == pytest.approx(eager, abs=1e-6)
 
 
 # ---------------------------------------------------------------- by hand
-
-
-def by_hand() -> tuple[float, float, int]:
-    from support.problems import by_unit
-
-    counter, found = counting(), []
-    for compile in (False, True):
-        state, model = start(net(torch.float32))
-        if compile:
-            model = T.compile_units(model, "blocks.*", "tail", backend=counter)
-        losses = []
-        for step in range(2):
-            for k in range(2):
-                state, loss = by_unit(model, state, batch(step, dist.get_rank(), k), last=k == 1)
-                losses.append(loss.item())
-            grads = full_grads(fsdp.finish_reductions(state))
-            state = fsdp.step(state)
-        found.append((losses, grads))
-    (losses, grads), (theirs, others) = found
-    return max(abs(a - b) for a, b in zip(losses, theirs, strict=True)), apart(grads, others), counter.frame_count
-
-
-def test_stages_by_hand() -> None:
-    for loss, grad, count in launch(by_hand, nprocs=RANKS):
-        assert loss < 1e-5
-        assert grad < 1e-5
-        assert count == 2  # the blocks, and the tail
 
 
 class Block(nn.Module):
@@ -460,28 +353,6 @@ def test_functions_and_remat(name: str) -> None:
     found = gradients(REMAT[name](parts, {"backend": counter}), w, x)
     assert apart(found, gradients(bound(parts[0]), w, x)) < 1e-6
     assert counter.frame_count == 1
-
-
-def driven_with_remat(inside: bool) -> tuple[float, float]:
-    found = []
-    for compile in (False, True):
-        state, model = start(net(torch.float32))
-        options = {"backend": "aot_eager"}
-        if compile and not inside:
-            model = T.compile_units(model, "blocks.*", **options)
-        model = T.remat(model, "blocks.*")
-        forward_backward = T.forward_backward(model, loss_fn, compile=options if compile and inside else False)
-        state, loss = forward_backward(state, on(state, batch(0, dist.get_rank())))
-        found.append((float(loss), full_grads(fsdp.finish_reductions(state))))
-    (one, grads), (other, others) = found
-    return abs(one - other), apart(grads, others)
-
-
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
-def test_driven_with_remat(inside: bool) -> None:
-    for loss, grad in launch(driven_with_remat, (inside,), nprocs=RANKS):
-        assert loss < 1e-5
-        assert grad < 1e-5
 
 
 def test_residuals_are_the_weights_and_no_copies_of_them() -> None:
@@ -539,35 +410,30 @@ class Plain(nn.Module):
         return self.head(x).square().mean()
 
 
-def with_hooks(hook: str) -> tuple[list[float], int]:
-    """How far losses are from eager ones: steps, then another shape, then an evaluation."""
-    found: list[list[float]] = []
+@pytest.mark.parametrize(
+    "hook", [*(pytest.param(x, marks=pytest.mark.large) for x in ("own", "pre")), "inner", "keeps"]
+)
+@each_rank(1)
+def test_hooks_of_some_layers_run_in_every_call(hook: str) -> None:
+    """Losses are eager ones: of steps, then of another shape, then of an evaluation."""
+    found: dict[str, list[float]] = {}
     kept = 0
     for how in ("eager", "driven", "chosen") if FULL or hook == "keeps" else ("eager", "driven"):
         torch.manual_seed(0)
         state, model = start(Plain(hook))
         if how == "chosen":
             model = T.compile_units(model, "blocks.*", backend="aot_eager")
-        compile: Any = {"backend": "aot_eager"} if how == "driven" else False
-        run = T.forward_backward(model, lambda model, x: (model(x), len(model.seen)), has_aux=True, compile=compile)
-        look = T.apply(model, compile=compile)
-        losses = []
-        for step, n in enumerate((4, 3, 4)):
-            x = torch.randn(n, 8, generator=torch.Generator().manual_seed(step))
-            state, (loss, seen) = run(state, x)
+        compile: Any = AOT if how == "driven" else False
+        step = T.forward_backward(model, lambda model, x: (model(x), len(model.seen)), has_aux=True, compile=compile)
+        look, losses = T.apply(model, compile=compile), []
+        for seed, n in enumerate((4, 3, 4)):
+            x = torch.randn(n, 8, generator=torch.Generator().manual_seed(seed))
+            state, (loss, seen) = step(state, x)
             state = fsdp.step(state)
             losses += [loss.item(), look(state, x)[1].item()]
             kept += seen
-        found.append(losses)
-    return [max(abs(a - b) for a, b in zip(found[0], other, strict=True)) for other in found[1:]], kept
-
-
-@pytest.mark.parametrize(
-    "hook", [*(pytest.param(x, marks=pytest.mark.large) for x in ("own", "pre")), "inner", "keeps"]
-)
-def test_hooks_of_some_layers_run_in_every_call(hook: str) -> None:
-    ((apart, kept),) = launch(with_hooks, (hook,), nprocs=1)
-    assert max(apart) < 1e-6
+        found[how] = losses
+        assert losses == pytest.approx(found["eager"], abs=1e-6)
     assert kept == (9 if hook == "keeps" else 0)
 
 
@@ -590,22 +456,18 @@ def test_hooks_that_come_and_go() -> None:
         torch.testing.assert_close(fsdp.bind(compiled[0], w)(X), fsdp.bind(parts[0], w)(X))
 
 
-def transforms_let_go() -> tuple[int, int]:
-    """Transforms of one compiled model, of which the last is still there; and graphs."""
-    counter = counting()
-    state, model = start(Drops(0.0, 0.0))
-    model = T.compile_units(model, "layers.*", backend=counter)
-    known: list[Any] = []
-    for _ in range(4):
-        run = T.forward_backward(model, lambda model, x: model(x))
-        run(state, torch.ones(2, 5))
-        known.append(weakref.ref(run.driver))
-    gc.collect()
-    return sum(one() is not None for one in known), counter.frame_count
-
-
+@each_rank(1)
 def test_a_compiled_model_does_not_keep_the_transforms_of_it() -> None:
-    assert launch(transforms_let_go, nprocs=1) == [(1, 1)]
+    """Of transforms of one compiled model the last is still there."""
+    counter, (state, model), known = counting(), start(Drops(0.0, 0.0)), list[Any]()
+    model = T.compile_units(model, "layers.*", backend=counter)
+    for _ in range(4):
+        step = T.forward_backward(model, lambda model, x: model(x))
+        step(state, torch.ones(2, 5))
+        known.append(weakref.ref(step.driver))
+    gc.collect()
+    assert [one() is not None for one in known] == [False, False, False, True]
+    assert counter.frame_count == 1
 
 
 # ---------------------------------------------------------------- no silence
@@ -638,25 +500,17 @@ class Writes(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def written_through_data(how: str, backend: str) -> tuple[str, bool]:
-    state, model = start(nn.Sequential(Writes(how), Writes(how)), "ddp")
-    before = {path: weight.clone() for path, weight in fsdp.full_params(state).items()}
-    run = T.forward_backward(model, lambda model, x: model(x).sum(), compile={"backend": backend})
-    said = ""
-    try:
-        run(state, torch.ones(2, 8))
-    except fsdp.ScheduleError as error:
-        said = str(error)
-    return said, apart(fsdp.full_params(state), before) == 0
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.large)])
 @pytest.mark.parametrize("how", ["in place", "by .data ="])
+@each_rank(1)
 def test_writes_through_data_are_seen_in_the_first_call(how: str, backend: str) -> None:
     """And before they are done: replicated weights are the state's own."""
-    for said, same in launch(written_through_data, (how, backend), nprocs=1):
-        assert said.startswith(f"the forward changed the weight '0.linear.weight' {how}")
-        assert same
+    state, model = start(nn.Sequential(Writes(how), Writes(how)), "ddp")
+    before = {path: weight.clone() for path, weight in fsdp.full_params(state).items()}
+    step = T.forward_backward(model, lambda model, x: model(x).sum(), compile={"backend": backend})
+    with pytest.raises(fsdp.ScheduleError, match=rf"^the forward changed the weight '0\.linear\.weight' {how}"):
+        step(state, torch.ones(2, 8))
+    assert apart(fsdp.full_params(state), before) == 0
 
 
 def test_graph_breaks_where_they_are_allowed() -> None:
@@ -680,9 +534,8 @@ def test_the_recompile_limit() -> None:
         part = T.compile_units(parts, "*", backend="aot_eager", fullgraph=False)[0]
         for n in (1, 2, 3):
             fsdp.bind(part, w)(torch.ones(n, 8))
-        with pytest.warns(
-            RuntimeWarning, match=r"'0' \(Block\) runs eagerly: torch.compile is turned off, or its limit"
-        ):
+        said = r"'0' \(Block\) runs eagerly: torch.compile is turned off, or its limit"
+        with pytest.warns(RuntimeWarning, match=said):
             fsdp.bind(part, w)(torch.ones(4, 8))
         counter = counting()
         part = T.compile_units(parts, "*", backend=counter, dynamic=True)[0]
@@ -732,18 +585,17 @@ def test_within_a_compiled_function() -> None:
 
 def test_arguments() -> None:
     _, parts = blocks()
-    with pytest.raises(fsdp.SpecError, match=r"compile_units: the pattern 'layers.\*' matches no module of ModuleList"):
-        T.compile_units(parts, "layers.*")
-    with pytest.raises(
-        fsdp.SpecError, match=r"compile_units: 'layers' is a ModuleList, which nobody calls. Name .* 'layers.\*'"
-    ):
-        T.compile_units(Drops(0.0), "layers")
-    with pytest.raises(fsdp.SpecError, match=r"compile_units: 'a' are paths in a model, and this is a function"):
-        T.compile_units(torch.sin, "a")  # type: ignore[call-overload]
-    with pytest.raises(fsdp.SpecError, match=r"no option 'backends' here; there are backend, dynamic, fullgraph, mode"):
-        T.forward_backward(parts, own_loss, compile={"backends": "inductor"})
-    with pytest.raises(fsdp.SpecError, match=r"compile='inductor': expected True, or options of torch.compile"):
-        T.apply(parts, compile="inductor")  # type: ignore[call-overload]
+    compile: Any = T.compile_units
+    drops: Any = Drops(0.0)
+    refused(
+        (lambda: compile(parts, "layers.*"), "compile_units: the pattern 'layers.*' matches no module of ModuleList"),
+        (lambda: compile(drops, "layers"), "compile_units: 'layers' is a ModuleList, which nobody calls. Name "),
+        (lambda: compile(torch.sin, "a"), "compile_units: 'a' are paths in a model, and this is a function"),
+        (lambda: T.forward_backward(parts, own_loss, compile={"backends": "inductor"}),
+         "SpecError", "no option 'backends' here; there are backend, dynamic, fullgraph, mode"),
+        (lambda: T.apply(parts, compile="inductor"),  # type: ignore[call-overload]
+         "SpecError", "compile='inductor': expected True, or options of torch.compile"),
+    )  # fmt: skip
 
 
 UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
@@ -770,19 +622,13 @@ def test_options_are_looked_at_when_the_transform_is_made(what: str) -> None:
             make()
 
 
-def around_units() -> str:
+@each_rank(1)
+def test_no_graph_over_several_units() -> None:
     state, model = start(Drops(0.0, 0.0))
     forward_backward = T.forward_backward(T.compile_units(model, backend="aot_eager"), lambda model, x: model(x))
-    try:
+    with pytest.raises(fsdp.SpecError) as said:
         forward_backward(state, torch.ones(2, 5))
-    except fsdp.SpecError as error:
-        return str(error)
-    return ""
-
-
-def test_no_graph_over_several_units() -> None:
-    (said,) = launch(around_units, nprocs=1)
-    assert said.startswith(
+    assert str(said.value).startswith(
         "compile: the module Drops is compiled and holds 3 parts that are gathered on their own: 'first', 'layers.0', "
         "'layers.1'. Compile those: T.compile_units(model, 'first'), or compile=True."
     )
@@ -811,47 +657,30 @@ class Elsewhere(nn.Module):
         return out
 
 
-def around_a_shared_unit() -> list[str]:
-    said = []
+@each_rank(1)
+def test_a_module_around_a_shared_unit_is_named() -> None:
     state, model = start(Elsewhere())
-    for chosen, compile in (
-        (model, {"backend": "aot_eager"}),
-        (T.compile_units(model, "a", backend="aot_eager"), False),
-    ):
+    for chosen, compile in ((model, AOT), (T.compile_units(model, "a", **AOT), False)):
         forward_backward = T.forward_backward(chosen, lambda model, x: model(x), compile=compile)
         for _ in range(2):  # the second call, too
             with pytest.raises(fsdp.SpecError) as caught:
                 forward_backward(state, torch.ones(2, 5))
-            said.append(str(caught.value))
-    remedied = T.compile_units(model, "part", backend="aot_eager")
+            assert str(caught.value) == (
+                "compile: the module 'a' (Holds) is compiled and holds a part that is gathered alone: 'part'. Compile "
+                "those: T.compile_units(model, 'part'), and not what holds them: the model has them elsewhere, too, "
+                "and gathers them there."
+            )
+    remedied = T.compile_units(model, "part", **AOT)
     T.forward_backward(remedied, lambda model, x: model(x))(state, torch.ones(2, 5))
-    return said
 
 
-def test_a_module_around_a_shared_unit_is_named() -> None:
-    (found,) = launch(around_a_shared_unit, nprocs=1)
-    assert len(found) == 4
-    for said in found:
-        assert said == (
-            "compile: the module 'a' (Holds) is compiled and holds a part that is gathered alone: 'part'. Compile "
-            "those: T.compile_units(model, 'part'), and not what holds them: the model has them elsewhere, too, and "
-            "gathers them there."
-        )
-
-
-def wrong_units() -> str:
-    state, model = start(Drops(0.0, 0.0))
-    model = T.compile_units(model, "first", "layers.*", backend="aot_eager")
-    forward_backward = T.forward_backward(model, lambda model, x: model(x))
-    with torch._dynamo.config.patch(recompile_limit=1):
-        try:
-            for n in (2, 3, 4):
-                state, _ = forward_backward(state, torch.ones(n, 5), last_microbatch=False)
-        except fsdp.SpecError as error:
-            return str(error)
-    return ""
-
-
+@each_rank(1)
 def test_the_error_names_the_unit() -> None:
-    (said,) = launch(wrong_units, nprocs=1)
-    assert "the module 'first' (Linear) was called in another way than before, and 1 compilations were made" in said
+    state, model = start(Drops(0.0, 0.0))
+    forward_backward = T.forward_backward(T.compile_units(model, "first", "layers.*", **AOT), lambda model, x: model(x))
+    said = r"the module 'first' \(Linear\) was called in another way than before, and 1 compilations were made"
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for n in (2, 3):
+            state, _ = forward_backward(state, torch.ones(n, 5), last_microbatch=False)
+        with pytest.raises(fsdp.SpecError, match=said):
+            forward_backward(state, torch.ones(4, 5), last_microbatch=False)
