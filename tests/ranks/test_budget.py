@@ -78,32 +78,43 @@ def made(nbytes: int, moves: bool, **options: Any) -> tuple[fsdp.State, Any]:
     return state, T.forward_backward(T.budget(model, nbytes, moves=moves), loss_fn, **options)
 
 
-def trained(nbytes: int, moves: bool) -> tuple[Any, int, dict[str, torch.Tensor], bool]:
-    """The choice, the peak that rank 1 has by it, weights after a step, and whether a second call kept the choice."""
+def trained(nbytes: int, moves: bool, folder: str) -> tuple[Any, int, dict[str, torch.Tensor], str]:
+    """The choice, the peak that rank 1 has by it, weights after a step, and the plan's hash after another one, which
+    goes on from a checkpoint by the same choice."""
     state, forward_backward = made(nbytes, moves)
     state, _ = forward_backward(state, data(dist.get_rank()))
     choice = forward_backward.choice
     state = fsdp.step(state)
     weights = {path: w.clone() for path, w in fsdp.full_params(state).items()}
     peak = T.step_memory(forward_backward, state, data(1)).peak if dist.get_rank() else 0
+    state = fsdp.load(fsdp.save(state, f"{folder}/one"), like=state)
     state, _ = forward_backward(state, data(dist.get_rank()))
-    fsdp.step(state)
-    return choice, peak, weights, forward_backward.choice is choice
+    assert forward_backward.choice is choice
+    state = fsdp.step(state)
+    fsdp.save(state, f"{folder}/again")
+    plan = state.cursor.plan
+    assert plan.activations == (*choice.ways.items(),)
+    assert ("activations: " in repr(plan)) is bool(choice.ways)
+    return choice, peak, weights, plan.hash
 
 
 @pytest.mark.parametrize(("share", "moves"), [(2.0, True), (0.7, False), (0.7, True)])
-def test_a_budget_is_kept_on_all_ranks_alike_with_the_gradients_of_the_module(share: float, moves: bool) -> None:
-    found = fsdp.launch(trained, (int(share * most()), moves), nprocs=2, simulate=True)
-    plain = net()
-    losses = [loss_fn(plain, data(rank)) for rank in range(2)]
-    right = torch.autograd.grad(sum(losses) / 2, [*plain.parameters()])  # type: ignore[arg-type]
-    choice = found[0][0]
+def test_a_budget_is_kept_on_all_ranks_alike_with_the_gradients_of_the_module(
+    share: float, moves: bool, tmp_path: Path
+) -> None:
+    found = fsdp.launch(trained, (int(share * most()), moves, str(tmp_path)), nprocs=2, simulate=True)
+    module = net()
+    losses = [loss_fn(module, data(rank)) for rank in range(2)]
+    right = torch.autograd.grad(sum(losses) / 2, [*module.parameters()])  # type: ignore[arg-type]
+    choice, _, _, plan = found[0]
     for other, peak, weights, same in found:
-        assert other == choice
-        assert same
+        assert (other, same) == (choice, plan)
         assert peak <= choice.nbytes
-        for (path, before), grad in zip(plain.named_parameters(), right, strict=True):
+        for (path, before), grad in zip(module.named_parameters(), right, strict=True):
             torch.testing.assert_close(weights[path], before.detach() - 0.1 * grad, rtol=1e-9, atol=1e-12)
+    for name in ("one", "again"):
+        said = json.loads((tmp_path / name / "layout.json").read_text())
+        assert said.get("activations", {}) == choice.ways
     if share > 1:
         assert not choice.ways
         assert "nothing is changed" in repr(choice)
@@ -131,31 +142,6 @@ def test_the_choice_is_the_same_where_units_are_compiled() -> None:
     assert choice.ways
     for path, w in weights.items():
         torch.testing.assert_close(compiled[path], w, rtol=1e-9, atol=1e-12)
-
-
-def saved(nbytes: int, folder: str) -> tuple[dict[str, str], str]:
-    """What was chosen and the plan's hash, of a run that goes on from its checkpoint."""
-    state, forward_backward = made(nbytes, False)
-    state, _ = forward_backward(state, data(dist.get_rank()))
-    fsdp.save(fsdp.step(state), folder)
-    state = fsdp.load(folder, like=state)
-    state, _ = forward_backward(state, data(dist.get_rank()))
-    state = fsdp.step(state)
-    fsdp.save(state, f"{folder}_again")
-    ways: dict[str, str] = forward_backward.choice.ways
-    plan = state.cursor.plan
-    assert plan.activations == (*ways.items(),)
-    assert "activations: " in repr(plan)
-    return ways, plan.hash
-
-
-def test_plan_and_checkpoints_say_what_was_chosen(tmp_path: Path) -> None:
-    (ways, plan), other = fsdp.launch(saved, (int(0.7 * most()), str(tmp_path / "one")), nprocs=2, simulate=True)
-    assert ways
-    assert (ways, plan) == other
-    for name in ("one", "one_again"):
-        said = json.loads((tmp_path / name / "layout.json").read_text())
-        assert said["activations"] == ways
 
 
 def refused() -> str:
