@@ -11,7 +11,7 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,81 +19,58 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from support.driven import raised
+from support.driven import refused
 from support.presets import PRESETS
 from support.problems import LOOPS, batch, mesh_and_placement, net
 from support.processes import survivors
-from support.resumed import resumed, start, train
+from support.ranks import each_rank, launch
+from support.resumed import start, train
+from support.scenario import Scenario, alike, begun, run
 from support.tables import marked
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp._io import dcp_files as _reader
 from functional_fsdp._io.dcp_files import write_tensors
 from functional_fsdp._io.safetensors_file import read_at
 
 
-@pytest.mark.parametrize(
-    ("ranks", "preset"), marked([*itertools.product([1, 4], PRESETS)], [(1, "zero3"), (4, "zero2"), (4, "hfsdp")])
-)
-def test_resuming_gives_the_same_bits(preset: str, ranks: int, tmp_path: Path) -> None:
-    for same, count, latest in launch(resumed, (preset, str(tmp_path)), nprocs=ranks):
-        assert same
-        assert count == 3
-        assert latest == str(tmp_path / "step_3")
-    assert [p.name for p in tmp_path.iterdir()] == ["step_3"]
-
-
-def saved(preset: str, folder: str) -> None:
-    fsdp.save(start(preset)[0], folder)
-
-
-def other_model(preset: str, folder: str) -> list[str]:
-    """What is said of other leaves, shapes, and ties."""
-    mesh, placement = mesh_and_placement(preset)
-    params, _ = fsdp.functionalize(net(torch.float32))
-    head = params["embed.weight"].clone()
-    others = [
-        {**params, "more": torch.ones(3)},
-        {name: leaf for name, leaf in params.items() if "tail" not in name},
-        {**params, "tail.pair": torch.ones(3)},
-        {**params, "head.weight": head},
-    ]
-    states = [fsdp.shard(other, fsdp.Spec(mesh, placement), fsdp.adamw()) for other in others]
-    return [raised(partial(fsdp.load, folder, like=state)) for state in states]
-
-
+@each_rank(2)
 def test_other_leaves_are_refused_by_name(tmp_path: Path) -> None:
-    folder = str(tmp_path / "a")
-    launch(saved, ("zero3", folder), nprocs=2)
-    for more, fewer, shape, tie in launch(other_model, ("zero2", folder), nprocs=3):
-        assert "TreeError" in more
-        assert "'more' is missing there" in more
-        assert "'tail.scale' is there, and this state has it not" in fewer
-        assert "'tail.pair' is [2] there, [3] here" in shape
-        assert "'head.weight' is tied there only" in tie
+    """By another placement; and on another number of ranks everything is the same."""
+    fsdp.save(start("zero3")[0], tmp_path / "a")
+    mesh, placement = mesh_and_placement("zero2")
+    params, _ = fsdp.functionalize(net(torch.float32))
 
+    def load(leaves: dict[str, torch.Tensor]) -> Callable[[], Any]:
+        return lambda: fsdp.load(tmp_path / "a", like=fsdp.shard(leaves, fsdp.Spec(mesh, placement), fsdp.adamw()))
 
-def interrupted(folder: str) -> tuple[bool, bool]:
-    """The save that dies halfway leaves no checkpoint; the next one succeeds in the same place."""
-    state, _ = start("zero3")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("functional_fsdp._io.checkpoint.write_tensors", _die)
-        with pytest.raises(OSError, match="disk full"):
-            fsdp.save(state, f"{folder}/one")
-    dist.barrier()
-    nothing = fsdp.latest_checkpoint(folder) is None and not list(Path(folder).iterdir())
-    dist.barrier()
-    fsdp.save(state, f"{folder}/one")
-    return nothing, fsdp.latest_checkpoint(folder) == Path(folder, "one")
+    refused(
+        (load({**params, "more": torch.ones(3)}), "TreeError", "'more' is missing there"),
+        (load({name: leaf for name, leaf in params.items() if "tail" not in name}),
+         "'tail.scale' is there, and this state has it not"),
+        (load({**params, "tail.pair": torch.ones(3)}), "'tail.pair' is [2] there, [3] here"),
+        (load({**params, "head.weight": params["embed.weight"].clone()}), "'head.weight' is tied there only"),
+    )  # fmt: skip
 
 
 def _die(*args: Any, **kwargs: Any) -> None:
     raise OSError("disk full")
 
 
+@each_rank(2, processes=True)
 def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    assert launch(interrupted, (str(tmp_path),), nprocs=2) == [(True, True)] * 2
+    """The save that dies halfway leaves no checkpoint; the next one succeeds in the same place."""
+    state, _ = start("zero3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("functional_fsdp._io.checkpoint.write_tensors", _die)
+        with pytest.raises(OSError, match="disk full"):
+            fsdp.save(state, tmp_path / "one")
+    dist.barrier()
+    assert fsdp.latest_checkpoint(tmp_path) is None
+    assert not list(tmp_path.iterdir())
+    dist.barrier()
+    fsdp.save(state, tmp_path / "one")
+    assert fsdp.latest_checkpoint(tmp_path) == tmp_path / "one"
 
 
 def test_clear_errors_for_what_is_not_a_checkpoint(tmp_path: Path) -> None:
@@ -130,16 +107,13 @@ def test_what_cannot_be_read_is_not_called_damage(tmp_path: Path, monkeypatch: p
             fsdp.load(tmp_path / "x", like=state)
 
 
-def cannot_be_written(folder: str) -> tuple[str, int]:
-    state = fsdp.shard({"w": torch.ones(5)}, fsdp.Spec(fsdp.local_mesh()), fsdp.adamw())
-    with pytest.raises(OSError, match=r"file/saved") as error:
-        fsdp.save(state, folder)
-    return type(error.value).__name__, int(fsdp.step(fsdp.reduce(*fsdp.unshard(state))).count)
-
-
+@each_rank(2)
 def test_what_the_first_rank_cannot_write_is_an_error_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert launch(cannot_be_written, (str(tmp_path / "file" / "saved"),), nprocs=2) == [("NotADirectoryError", 1)] * 2
+    state = fsdp.shard({"w": torch.ones(5)}, fsdp.Spec(fsdp.local_mesh()), fsdp.adamw())
+    with pytest.raises(NotADirectoryError, match=r"file/saved"):
+        fsdp.save(state, tmp_path / "file" / "saved")
+    assert int(fsdp.step(fsdp.reduce(*fsdp.unshard(state))).count) == 1
 
 
 def test_a_number_in_the_optimizer_state_is_refused_not_dropped(tmp_path: Path) -> None:
@@ -250,7 +224,7 @@ def trouble(folder: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def troubles(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return launch(trouble, (str(tmp_path_factory.mktemp("trouble")),), nprocs=2)
+    return launch(trouble, (str(tmp_path_factory.mktemp("trouble")),), nprocs=2, processes=True)
 
 
 def test_a_full_disk_is_its_own_error_on_every_rank(troubles: list[dict[str, str]]) -> None:
@@ -316,7 +290,8 @@ def test_a_rank_that_dies_is_one_error_and_leaves_nothing(where: str, tmp_path: 
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
-def begins_again(folder: str) -> list[str]:
+@each_rank(2, processes=True)
+def test_whoever_is_stopped_between_the_parts_of_a_save_begins_again(tmp_path: Path) -> None:
     """One rank is stopped between the parts of a save, the other waits for it; both make the call again."""
     state, _ = start("zero3")
     texts = []
@@ -324,52 +299,40 @@ def begins_again(folder: str) -> list[str]:
     def stop(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    for i, where in enumerate(("plain_names", "Claim.drop", "Path")):
-        for rank in (0, 1):
-            path = f"{folder}/{i}{rank}"
-            with pytest.MonkeyPatch.context() as patch:
-                if dist.get_rank() == rank:
-                    patch.setattr(f"functional_fsdp._io.checkpoint.{where}", stop)
-                texts.append(said(lambda: fsdp.save(state, path)).split(":")[0])  # noqa: B023
-            if not Path(path).exists():
-                fsdp.save(state, path)
-            dist.barrier()
-            fsdp.load(path, like=state)
-    return texts
-
-
-def test_whoever_is_stopped_between_the_parts_of_a_save_begins_again(tmp_path: Path) -> None:
-    first, second = launch(begins_again, (str(tmp_path),), nprocs=2)
-    assert first[:2] == ["KeyboardInterrupt", "RestartError"]
-    assert second[:2] == ["RestartError", "KeyboardInterrupt"]
+    for where, rank in itertools.product(("plain_names", "Claim.drop", "Path"), (0, 1)):
+        path = tmp_path / f"{where}{rank}"
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == rank:
+                patch.setattr(f"functional_fsdp._io.checkpoint.{where}", stop)
+            texts.append(said(lambda: fsdp.save(state, path)).split(":")[0])  # noqa: B023
+        if not path.exists():
+            fsdp.save(state, path)
+        dist.barrier()
+        fsdp.load(path, like=state)
+    assert texts[dist.get_rank()] == "KeyboardInterrupt"
+    assert texts[1 - dist.get_rank()] == "RestartError"
     assert not list(tmp_path.glob("*.partial-*"))
 
 
 # ---------------------------------------------------------------- several savers
 
 
-def by_group(folder: str) -> tuple[list[str], float]:
+@each_rank(4, processes=True)
+def test_of_savers_of_one_name_exactly_one_wins(tmp_path: Path) -> None:
     """Two groups of two ranks, each with a mesh of its own, save under one name, again and again."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("who", "data"))
-    who, texts = mesh.get_local_rank("who"), []
-    value = float(who + 1)
+    value = float(mesh.get_local_rank("who") + 1)
     state = fsdp.shard({"w": torch.full((300,), value)}, fsdp.Spec(mesh["data"]), fsdp.adamw())
-    for i in range(8):
+    every: list[Any] = [None] * 4
+    for i in range(4):
         dist.barrier()
-        texts.append(said(lambda: fsdp.save(state, f"{folder}/{i}")).split(":")[0])  # noqa: B023
-        dist.barrier()
-        loaded = fsdp.full_params(fsdp.load(f"{folder}/{i}", like=state))["w"]
+        text = said(lambda: fsdp.save(state, tmp_path / str(i))).split(":")[0]  # noqa: B023
+        dist.all_gather_object(every, text)
+        loaded = fsdp.full_params(fsdp.load(tmp_path / str(i), like=state))["w"]
         assert len(set(loaded.tolist())) == 1
-        assert (loaded[0] == value) == (texts[-1] == "nothing")
-    return texts, value
-
-
-def test_of_savers_of_one_name_exactly_one_wins(tmp_path: Path) -> None:
-    ranks = [texts for texts, _ in launch(by_group, (str(tmp_path),), nprocs=4)]
-    assert ranks[0] == ranks[1]
-    assert ranks[2] == ranks[3]
-    assert all({a, b} == {"nothing", "FileExistsError"} for a, b in zip(ranks[0], ranks[2], strict=True))
-    assert sorted(p.name for p in tmp_path.iterdir()) == [str(i) for i in range(8)]
+        assert (loaded[0] == value) == (text == "nothing")
+        assert every in ([*["nothing"] * 2, *["FileExistsError"] * 2], [*["FileExistsError"] * 2, *["nothing"] * 2])
+    assert sorted(p.name for p in tmp_path.iterdir()) == [str(i) for i in range(4)]
 
 
 # ---------------------------------------------------------------- steps under way on some ranks only
@@ -386,37 +349,29 @@ def stopped(state: fsdp.State, unit: str) -> None:
         assert said(lambda: fsdp.unshard(state, unit)) == "KeyboardInterrupt: "
 
 
-def underway(folder: str) -> list[bool]:
+@each_rank(2, processes=True)
+def test_a_step_under_way_on_one_rank_only(tmp_path: Path) -> None:
     state, model = start("zero3")
-    rank, same = dist.get_rank(), []
+    rank = dist.get_rank()
     straight = fsdp.full_params(train(copy.deepcopy(state), model, 0, 2))
     if rank == 1:
         stopped(state, state.units[0])
-    path = fsdp.save(state, f"{folder}/a")
+    path = fsdp.save(state, tmp_path / "a")
     if rank == 0:
         stopped(state, state.units[1])
     for fresh in (fsdp.load(path, like=state), fsdp.load(path, like=state), state):
         got = fsdp.full_params(train(fresh, model, 0, 2))
-        same.append(all(torch.equal(got[key], straight[key]) for key in got))
-    return same
+        assert all(torch.equal(got[key], straight[key]) for key in got)
 
 
-def test_a_step_under_way_on_one_rank_only(tmp_path: Path) -> None:
-    assert launch(underway, (str(tmp_path),), nprocs=2) == [[True] * 3] * 2
-
-
-def inference(folder: str) -> bool:
+@each_rank(2)
+def test_under_inference_mode(tmp_path: Path) -> None:
     state, model = start("zero2")
     straight = fsdp.full_params(train(copy.deepcopy(state), model, 0, 2))
     with torch.inference_mode():
-        path = fsdp.save(state, f"{folder}/a")
-        fresh = fsdp.load(path, like=state)
+        fresh = fsdp.load(fsdp.save(state, tmp_path / "a"), like=state)
     assert not any(t.is_inference() for t in pytree.tree_leaves(fresh) if isinstance(t, torch.Tensor))
-    return all(torch.equal(got, straight[key]) for key, got in fsdp.full_params(train(fresh, model, 0, 2)).items())
-
-
-def test_under_inference_mode(tmp_path: Path) -> None:
-    assert launch(inference, (str(tmp_path),), nprocs=2) == [True] * 2
+    assert all(torch.equal(got, straight[key]) for key, got in fsdp.full_params(train(fresh, model, 0, 2)).items())
 
 
 # ---------------------------------------------------------------- optimizers
@@ -450,33 +405,38 @@ class Adam:
         return treedef.unflatten(updates), new
 
 
-def optax(preset: str, lists: bool, folder: str) -> tuple[str, bool]:
-    """What `save` says, and whether training goes on to the same bits from a checkpoint, a copy and a pickle."""
-    mesh, placement = mesh_and_placement(preset)
-    params, model = fsdp.functionalize(net(torch.float32))
-
-    def begin() -> fsdp.State:
-        return fsdp.shard(params, fsdp.Spec(mesh, placement), fsdp.from_updates(Adam(lists)))
-
-    state = train(begin(), model, 0, 2)
-    again = [copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
-    text = said(lambda: fsdp.save(state, f"{folder}/{preset}{lists}"))
-    if text == "nothing":
-        again.append(fsdp.load(f"{folder}/{preset}{lists}", like=begin()))
-    straight = fsdp.full_params(train(state, model, 2, 4))
-    back = [fsdp.full_params(train(fresh, model, 2, 4)) for fresh in again]
-    return text, all(torch.equal(got[key], straight[key]) for got in back for key in straight)
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: fsdp.adamw(lr=1e-2), "trees": lambda: fsdp.from_updates(Adam(False)),
+    "lists": lambda: fsdp.from_updates(Adam(True)),
+}  # fmt: skip
+ROWS = [*itertools.product(["adamw"], [1, 4], PRESETS), *itertools.product(["trees", "lists"], [2], ["ddp", "zero3"])]
+QUICK = [("adamw", 1, "zero3"), ("adamw", 4, "zero2"), ("adamw", 4, "hfsdp"), *ROWS[-4:]]
 
 
-def optimizers(folder: str) -> dict[str, tuple[str, bool]]:
-    return {f"{preset} {lists}": optax(preset, lists, folder) for preset in ("ddp", "zero3") for lists in (False, True)}
+@pytest.mark.parametrize(("optimizer", "ranks", "preset"), marked(ROWS, QUICK))
+@each_rank("ranks")
+def test_training_goes_on_to_the_same_bits(optimizer: str, ranks: int, preset: str, tmp_path: Path) -> None:
+    """From a checkpoint, a copy and a pickle. To save does not consume the state."""
+    one = Scenario(
+        model=lambda: net(torch.float32), preset=preset, loop="whole", steps=4, optimizer=(OPTIMIZERS[optimizer], None)
+    )
 
+    def loaded(state: fsdp.State) -> fsdp.State:
+        path = fsdp.save(state, tmp_path / "step_2")
+        assert fsdp.latest_checkpoint(tmp_path) == path
+        assert [p.name for p in tmp_path.iterdir()] == ["step_2"]
+        found = fsdp.load(path, like=begun(one)[0])
+        assert int(found.count) == state.steps == 2
+        return found
 
-def test_moments_in_lists_are_saved_as_those_in_flat_buffers(tmp_path: Path) -> None:
-    every = ("ddp False", "ddp True", "zero3 False", "zero3 True")
-    for found in launch(optimizers, (str(tmp_path),), nprocs=2):
-        assert found == dict.fromkeys(every, ("nothing", True))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["ddpFalse", "ddpTrue", "zero3False", "zero3True"]
+    def saved(state: fsdp.State) -> fsdp.State:
+        fsdp.save(state, tmp_path / "step_3")
+        return state
+
+    straight = run(one)
+    for again in (loaded, saved, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))):
+        before = lambda state, step: again(state) if step == 2 else state  # noqa: B023, E731
+        alike(run(replace(one, before=before)), straight, 0)
 
 
 class Odd(Adam):
@@ -491,53 +451,37 @@ class Odd(Adam):
         return updates, Moments([*new.mean, opt.mean[-1]], new.square)
 
 
-def odd(folder: str) -> str:
+@each_rank(2)
+def test_plain_tensors_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
     mesh, placement = mesh_and_placement("zero3")
     params, model = fsdp.functionalize(net(torch.float32))
     state = fsdp.shard(params, fsdp.Spec(mesh, placement), fsdp.from_updates(Odd(True)))
-    return said(lambda: fsdp.save(train(state, model, 0, 2), folder))
-
-
-def test_plain_tensors_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
-    for text in launch(odd, (str(tmp_path / "a"),), nprocs=2):
-        assert (
-            "TreeError: save: State.opt holds a plain tensor at 'mean.0' that differs between ranks: rank 0 has "
-            in text
-        )
-        assert "rank 1 has float32 [" in text
-        assert "it would be written once and given to all ranks" in text
+    text = "TreeError: save: State.opt holds a plain tensor at 'mean.0' that differs between ranks: rank 0 has "
+    others = "rank 1 has float32 [", "it would be written once and given to all ranks"
+    refused((lambda: fsdp.save(train(state, model, 0, 2), tmp_path / "a"), text, *others))
     assert not [*tmp_path.iterdir()]
 
 
-def experts(folder: str) -> dict[str, Any]:
+@each_rank(4)
+def test_plain_tensors_beside_experts(tmp_path: Path) -> None:
     mesh = fsdp.local_mesh(expert=2, data=2)
     at, rank = mesh.get_local_rank("expert"), dist.get_rank()
     rules = {"experts": fsdp.zero3("data"), "*": fsdp.zero3("expert", "data")}
     params = {"experts": torch.full((4,), float(at)), "rest": torch.ones(4)}
     state = fsdp.shard(params, fsdp.Spec(mesh, rules), fsdp.adamw())
     mine = {"routed": torch.tensor([10 + at]), "all": torch.tensor(7)}
-    good = state._evolve(extras=mine)
     empty = state._evolve(extras={key: torch.zeros_like(value) for key, value in mine.items()})
-    loaded = fsdp.load(fsdp.save(good, f"{folder}/a"), like=empty)
-    extras = {key: int(value) for key, value in loaded.extras.items()}
-    bad = {"routed": said(lambda: fsdp.save(state._evolve(extras={"routed": torch.tensor([rank])}), f"{folder}/b"))}
-    only = {"x": torch.ones(1)} if rank != 2 else {}
-    bad["only"] = said(lambda: fsdp.save(state._evolve(extras=only), f"{folder}/b"))
-    return {"extras": extras, "same": torch.equal(fsdp.full_params(loaded)["experts"], params["experts"]), **bad}
-
-
-def test_plain_tensors_beside_experts(tmp_path: Path) -> None:
-    for rank, found in enumerate(launch(experts, (str(tmp_path),), nprocs=4)):
-        assert found["extras"] == {"routed": 10 + rank // 2, "all": 7}
-        assert found["same"]
-        assert (
-            "State.extras holds a plain tensor at 'routed' that differs between ranks: rank 0 has int64 [1] "
-            in found["routed"]
-        )
-        assert "rank 1 has int64 [1] " in found["routed"]
-        assert (
-            "plain tensor at 'x' that differs between ranks: rank 2 has none, rank 3 has float32 [1]" in found["only"]
-        )
+    loaded = fsdp.load(fsdp.save(state._evolve(extras=mine), tmp_path / "a"), like=empty)
+    assert {key: int(value) for key, value in loaded.extras.items()} == {"routed": 10 + rank // 2, "all": 7}
+    assert torch.equal(fsdp.full_params(loaded)["experts"], params["experts"])
+    routed, only = {"routed": torch.tensor([rank])}, {"x": torch.ones(1)} if rank != 2 else {}
+    differs = "State.extras holds a plain tensor at '{}' that differs between ranks: {}"
+    refused(
+        (lambda: fsdp.save(state._evolve(extras=routed), tmp_path / "b"), "rank 1 has int64 [1] ",
+         differs.format("routed", "rank 0 has int64 [1] ")),
+        (lambda: fsdp.save(state._evolve(extras=only), tmp_path / "b"),
+         differs.format("x", "rank 2 has none, rank 3 has float32 [1]")),
+    )  # fmt: skip
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
@@ -626,24 +570,19 @@ def test_damaged_siblings_are_left_out_by_name(tmp_path: Path) -> None:
     assert fsdp.latest_checkpoint(tmp_path / "logs") is None
 
 
-def saved_summands(folder: str) -> str:
+@each_rank(2)
+def test_summands_of_ranks_are_no_replicas(tmp_path: Path) -> None:
     mesh = fsdp.local_mesh()
     state = fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(mesh, fsdp.zero1("data")), fsdp.adamw())
     partial = fsdp.reduce(state, {"w": torch.full((4,), 1.0 + mesh.get_rank())}, last_microbatch=False).grads
     kept = {name: buffer.but(buffer.local.clone()) for name, buffer in partial.items()}
-    try:
-        fsdp.save(fsdp.replace_extras(state, kept=kept), folder)
-    except fsdp.TreeError as error:
-        return str(error)
-    return ""
+    with pytest.raises(fsdp.TreeError, match=r"State\.extras\.kept is not added up over 'data' yet"):
+        fsdp.save(fsdp.replace_extras(state, kept=kept), tmp_path / "there")
 
 
-def test_summands_of_ranks_are_no_replicas(tmp_path: Path) -> None:
-    for said in launch(saved_summands, (str(tmp_path / "there"),), nprocs=2):
-        assert "State.extras.kept is not added up over 'data' yet" in said
-
-
-def replicas_apart_and_together(folder: str, kind: str) -> list[bool]:
+@pytest.mark.parametrize("kind", ["adamw", "from_torch"])
+@each_rank(2)
+def test_replicas_bring_their_numbers_by_leaf(kind: str, tmp_path: Path) -> None:
     mesh = fsdp.local_mesh(replica=2, shard=1)
     optimizer: Any = fsdp.adamw(lr=0.1) if kind == "adamw" else fsdp.from_torch(torch.optim.AdamW, lr=0.1)
     specs = {"apart": fsdp.Spec(mesh, fsdp.zero3("shard")), "together": fsdp.Spec(mesh, fsdp.hsdp("replica", "shard"))}
@@ -652,17 +591,9 @@ def replicas_apart_and_together(folder: str, kind: str) -> list[bool]:
         some = {path: None if g is None else torch.full((4,), g) for path, g in grads.items()}
         return fsdp.step(fsdp.reduce(state, some))
 
-    same = []
     for name, other in (("apart", "together"), ("together", "apart")):
         state = fsdp.shard({"u": torch.ones(4), "v": torch.ones(4)}, specs[name], optimizer)
         state = stepped(stepped(state, {"u": 1.0, "v": None}), {"u": 1.0, "v": 2.0})
-        fsdp.save(state, f"{folder}/{name}")
-        loaded = fsdp.load(f"{folder}/{name}", specs[other], optimizer, allow=["replicas"])
+        loaded = fsdp.load(fsdp.save(state, tmp_path / name), specs[other], optimizer, allow=["replicas"])
         state, loaded = (stepped(one, {"u": 2.0, "v": 1.0}) for one in (state, loaded))
-        same += [torch.equal(w, fsdp.full_params(loaded)[path]) for path, w in fsdp.full_params(state).items()]
-    return same
-
-
-@pytest.mark.parametrize("kind", ["adamw", "from_torch"])
-def test_replicas_bring_their_numbers_by_leaf(kind: str, tmp_path: Path) -> None:
-    assert launch(replicas_apart_and_together, (str(tmp_path), kind), nprocs=2) == [[True] * 4] * 2
+        assert all(torch.equal(w, fsdp.full_params(loaded)[path]) for path, w in fsdp.full_params(state).items())
