@@ -14,12 +14,12 @@ from support.driven import raised
 from support.models import CASES, batch_of, made
 from support.presets import PRESETS, ranks_of
 from support.problems import Tree, batch, full_grads, mesh_and_placement
+from support.ranks import each_rank
 from support.staged import loss_fn, stages, start
 from support.tables import marked
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 
 
@@ -28,28 +28,20 @@ def samples(rank: int) -> Any:
     return tuple(torch.cat(parts) for parts in zip(*(batch(0, rank, micro) for micro in range(3)), strict=True))
 
 
-def both(preset: str, **spec: Any) -> dict[str, Any]:
-    """Of the module, and of its stages."""
-    state, model = start(preset, **spec)
-    data = samples(dist.get_rank())
-    found: dict[str, Any] = {}
-    for how, given in (("module", (model, loss_fn)), ("stages", (stages(model),))):
+@pytest.mark.parametrize(("preset", "ranks"), marked([(p, ranks_of(p)) for p in PRESETS], [("zero3", 2)]))
+@each_rank("ranks")
+def test_a_module_is_the_same_as_its_stages(preset: str, ranks: int) -> None:
+    state, model = start(preset)
+    data, found = samples(dist.get_rank()), []
+    for given in ((model, loss_fn), (stages(model),)):
         state, (loss, hv) = T.hvp(*given)(state, dict(state.main), data)
         assert state.between_steps
         state, (losses, norms) = T.per_sample_norms(*given, chunk=4)(state, data)
         assert state.between_steps
         middle, again = T.clipped_gradients(*given, max_norm=11.0, noise=0.1)(state, data)
         grads = full_grads(fsdp.finish_reductions(middle))
-        product = full_grads(state._evolve(grads=hv))
-        found[how] = {"loss": loss, "losses": losses, "norms": norms, "again": again, **grads,
-                      **{f"H·{path}": t for path, t in product.items()}}  # fmt: skip
-    return found
-
-
-@pytest.mark.parametrize(("preset", "ranks"), marked([(p, ranks_of(p)) for p in PRESETS], [("zero3", 2)]))
-def test_a_module_is_the_same_as_its_stages(preset: str, ranks: int) -> None:
-    for found in launch(both, (preset,), nprocs=ranks):
-        torch.testing.assert_close(found["module"], found["stages"], rtol=1e-10, atol=1e-13)
+        found.append([loss, losses, norms, again, grads, full_grads(state._evolve(grads=hv))])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-13)
 
 
 # ---------------------------------------------------------------- modules of a world of one
@@ -101,9 +93,7 @@ def world_of_one(module: nn.Module, **spec: Any) -> tuple[fsdp.State, nn.Module]
 
 def data_of(rows: int = 5) -> Any:
     g = torch.Generator().manual_seed(1)
-    return torch.randn(rows, 3, generator=g, dtype=torch.float64), torch.randn(
-        rows, 2, generator=g, dtype=torch.float64
-    )
+    return tuple(torch.randn(rows, width, generator=g, dtype=torch.float64) for width in (3, 2))
 
 
 def plain(module: nn.Module, data: Any) -> tuple[Tree, torch.Tensor]:
@@ -291,30 +281,22 @@ def rows_of(rank: int) -> Any:
     return [t[rank:][:5] for t in data_of(8)]
 
 
-def of_samples(preset: str, chunk: int | None) -> Any:
-    module = Tied()
-    mesh, placement = mesh_and_placement(preset)
-    params, model = fsdp.functionalize(module)
-    state = fsdp.shard(params, fsdp.Spec(mesh, placement, schedule=fsdp.Schedule(debug=True)), fsdp.sgd(lr=0.1))
-    data = rows_of(dist.get_rank())
-    before = state
-    state, (losses, norms) = T.per_sample_norms(model, squared, chunk=chunk)(state, data)
-    assert state is before
-    clip = T.clipped_gradients(model, squared, max_norm=0.5, chunk=chunk)
-    state, again = clip(state, data)
-    assert torch.equal(losses, again)
-    return norms, full_grads(fsdp.finish_reductions(state))
-
-
 @pytest.mark.parametrize(("preset", "ranks", "chunk"), [("zero3", 2, None), ("zero2", 2, 2), ("hsdp", 4, None)])
+@each_rank("ranks")
 def test_each_samples_gradient_is_clipped(preset: str, ranks: int, chunk: int | None) -> None:
+    mesh, placement = mesh_and_placement(preset)
     norms, grads = clipped_by_hand(Tied(), ranks, 0.5)
-    for want, (found, clipped) in zip(
-        norms, launch(of_samples, (preset, chunk), nprocs=ranks, simulate=True), strict=True
-    ):
-        assert (want > 0.5).any()
-        torch.testing.assert_close(found, want, rtol=1e-9, atol=0)
-        torch.testing.assert_close({path: clipped[path] for path in grads}, grads, rtol=1e-9, atol=1e-13)
+    params, model = fsdp.functionalize(Tied())
+    state = fsdp.shard(params, fsdp.Spec(mesh, placement, schedule=fsdp.Schedule(debug=True)), fsdp.sgd(lr=0.1))
+    data, want = rows_of(dist.get_rank()), norms[dist.get_rank()]
+    after, (losses, found) = T.per_sample_norms(model, squared, chunk=chunk)(state, data)
+    assert after is state
+    state, again = T.clipped_gradients(model, squared, max_norm=0.5, chunk=chunk)(state, data)
+    assert torch.equal(losses, again)
+    assert (want > 0.5).any()
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=0)
+    clipped = full_grads(fsdp.finish_reductions(state))
+    torch.testing.assert_close({path: clipped[path] for path in grads}, grads, rtol=1e-9, atol=1e-13)
 
 
 class Keeps(nn.Sequential):

@@ -12,8 +12,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from _gpt import GPT, Config
-from support.driven import raised, start
+from support.driven import refused, start
 from support.problems import full_grads, largest
+from support.ranks import each_rank
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_fsdp as fsdp
@@ -187,15 +188,12 @@ def test_no_table_of_all_logits_is_made(by: Any) -> None:
 
 def test_arguments_that_make_no_sense_are_refused() -> None:
     (h, w), labels = inputs(torch.float32, False)
-    calls = [
-        lambda: T.linear_cross_entropy(h, w, labels[:, 1:]),
-        lambda: T.linear_cross_entropy(h, w, labels, chunks=0),
-        lambda: T.linear_cross_entropy(h, w, labels, reduction="none"),  # type: ignore[arg-type]
-    ]
-    said = [raised(call) for call in calls]
-    assert "labels of shape (3, 6) for hidden of (3, 7, 8); expected (3, 7)" in said[0]
-    assert "chunks=0): expected a number of chunks, at least 1" in said[1]
-    assert "reduction='none'): expected 'mean' or 'sum'" in said[2]
+    loss: Any = T.linear_cross_entropy
+    refused(
+        (lambda: loss(h, w, labels[:, 1:]), "labels of shape (3, 6) for hidden of (3, 7, 8); expected (3, 7)"),
+        (lambda: loss(h, w, labels, chunks=0), "chunks=0): expected a number of chunks, at least 1"),
+        (lambda: loss(h, w, labels, reduction="none"), "reduction='none'): expected 'mean' or 'sum'"),
+    )
 
 
 # ---------------------------------------------------------------- a model
@@ -286,33 +284,28 @@ def test_a_model_in_chunks_has_the_loss_and_the_gradients_of_the_plain_one(way: 
         assert largest(grads, want) < 1e-12
 
 
-def summed() -> dict[str, torch.Tensor]:
-    state, model = start(gpt(False), average="sum")
-    model, loss_fn = in_chunks(model, reduction="sum")
-    tokens, labels = tokens_of(dist.get_rank())
-    state, _ = T.forward_backward(model, loss_fn)(state, tokens, labels=labels)
-    state, n = fsdp.psum(state, (labels != -100).sum())
-    return full_grads(T.divide(state, n))
-
-
+@each_rank(2)
 def test_a_mean_over_the_tokens_of_all_ranks() -> None:
-    model = gpt(False)
-    data = [tokens_of(rank) for rank in range(2)]
+    state, model = start(gpt(False), average="sum")
+    plain, data = gpt(False), [tokens_of(rank) for rank in range(2)]
     n = sum(int((labels != -100).sum()) for _, labels in data)
-    (sum(plain_loss(model, *one, "sum") for one in data) / n).backward()  # type: ignore[union-attr]
-    want = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-    for grads in fsdp.launch(summed, nprocs=2, simulate=True):
-        assert largest(grads, want) < 1e-12
+    loss = torch.stack([plain_loss(plain, *one, "sum") for one in data]).sum() / n
+    want = dict(zip(dict(plain.named_parameters()), torch.autograd.grad(loss, [*plain.parameters()]), strict=True))
+    model, loss_fn = in_chunks(model, reduction="sum")
+    tokens, labels = data[dist.get_rank()]
+    state, _ = T.forward_backward(model, loss_fn)(state, tokens, labels=labels)
+    state, count = fsdp.psum(state, (labels != -100).sum())
+    assert largest(full_grads(T.divide(state, count)), want) < 1e-12
 
 
 def observed(some: bool) -> tuple[int, str, int]:
     """The largest tensor of a step, the plan, and the peak that is predicted."""
-    params, model = fsdp.functionalize(GPT(Config(vocab=4096, width=16, depth=2, heads=2)))
+    params, model = fsdp.functionalize(GPT(Config(vocab=1024, width=16, depth=2, heads=2)))
     state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
     loss_fn: Any = plain_loss
     if some:
         model, loss_fn = T.chunked_loss(model, head="head", hidden=GPT.features, chunks=8)
-    tokens, labels = torch.randint(4096, (2, 1, 256))
+    tokens, labels = torch.randint(1024, (2, 1, 256))
     forward_backward = T.forward_backward(model, loss_fn)
     peak = T.step_memory(forward_backward, state, tokens, labels).peak
     with LargestTensor() as mode:
@@ -322,10 +315,10 @@ def observed(some: bool) -> tuple[int, str, int]:
 
 def test_a_driven_step_makes_no_table_of_logits_and_gathers_as_before() -> None:
     some, plain = (fsdp.launch(observed, (some,), nprocs=2, simulate=True)[0] for some in (True, False))
-    assert plain[0] >= 4096 * 256
-    assert some[0] <= 4096 * 256 // 8
+    assert plain[0] >= 1024 * 256
+    assert some[0] <= 1024 * 256 // 8
     assert some[1] == plain[1]  # the head is one use of its unit
-    assert plain[2] - some[2] > 2 * (4096 * 256 * 4)  # of logits and what cross entropy makes of them
+    assert plain[2] - some[2] > 2 * (1024 * 256 * 4)  # of logits and what cross entropy makes of them
 
 
 # ---------------------------------------------------------------- transformers
@@ -385,13 +378,13 @@ def test_of_transformers_models_head_and_hidden_states_are_found(kind: str) -> N
 )  # fmt: skip
 def test_a_model_that_does_more_than_head_and_loss_is_refused(kind: str, settings: Any, said: str) -> None:
     _, model = fsdp.functionalize(language_model(kind, **settings))
-    assert said in raised(lambda: T.chunked_loss(model))
+    refused((lambda: T.chunked_loss(model), said))
 
 
 def test_a_head_that_is_not_found_is_refused() -> None:
     _, model = fsdp.functionalize(gpt(False))
-    assert "GPT is not known as a language model of transformers" in raised(lambda: T.chunked_loss(model))
-    assert "the head 'norm' of GPT is a RMSNorm" in raised(
-        lambda: T.chunked_loss(model, head="norm", hidden=GPT.features)
+    refused(
+        (lambda: T.chunked_loss(model), "GPT is not known as a language model of transformers"),
+        (lambda: T.chunked_loss(model, head="norm", hidden=GPT.features), "the head 'norm' of GPT is a RMSNorm"),
+        (lambda: in_chunks(model)[1](model), "without labels"),
     )
-    assert "without labels" in raised(lambda: in_chunks(model)[1](model))

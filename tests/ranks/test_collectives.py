@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.driven import raised
+from support.driven import refused
+from support.ranks import each_rank
 from torch.distributed.device_mesh import DeviceMesh
 
 import functional_fsdp as fsdp
@@ -144,7 +145,8 @@ def test_gradients_of_an_equal_loss_are_those_of_one_loss(nprocs: int, simulated
         torch.testing.assert_close(grads[2], want[2].chunk(nprocs, 0)[rank], rtol=1e-12, atol=1e-12)
 
 
-def compiled() -> tuple[torch.Tensor, torch.Tensor]:
+@each_rank(2, processes=True)
+def test_torch_compile_has_them_in_one_graph() -> None:
     tp = fsdp.local_mesh(tp=-1)["tp"]
     x = given(tp.get_local_rank(), 2)
 
@@ -159,38 +161,26 @@ def compiled() -> tuple[torch.Tensor, torch.Tensor]:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*should not be instantiated")  # of Dynamo's own
-        return grad(fn), grad(torch.compile(fn, backend="aot_eager", fullgraph=True))
-
-
-def test_torch_compile_has_them_in_one_graph() -> None:
-    for eager, graph in launch(compiled, (), nprocs=2):
-        torch.testing.assert_close(eager, graph)
-
-
-def refused() -> list[str]:
-    mesh = fsdp.local_mesh(data=2, tp=2)
-    x, tp = torch.ones(3, 4), mesh["tp"]
-    calls: list[Callable[[], Any]] = [
-        lambda: C.psum(x, mesh),
-        lambda: C.psum(x, "tp"),  # type: ignore[arg-type]
-        lambda: C.all_gather(x, tp, 2),
-        lambda: C.reduce_scatter(x, tp, 0),
-        lambda: C.split(x, tp, 0),
-        lambda: C.all_to_all(x, tp, 0, 1),
-        lambda: C.ppermute(x, tp, [(0, 1), (1, 1)]),
-        lambda: C.ppermute(x, tp, [(0, 2)]),
-    ]
-    return [raised(call) for call in calls]
+        torch.testing.assert_close(grad(fn), grad(torch.compile(fn, backend="aot_eager", fullgraph=True)))
 
 
 def test_what_cannot_be_is_refused_before_anything_is_sent() -> None:
+    def calls() -> None:
+        mesh = fsdp.local_mesh(data=2, tp=2)
+        x, tp = torch.ones(3, 4), mesh["tp"]
+        uneven, twice = "3 elements, which do not divide by the 2 ranks", "none sends twice and none gets twice"
+        name: Any = "tp"
+        refused(
+            (lambda: C.psum(x, mesh), "SpecError: psum(axis): a mesh of the axes ('data', 'tp'); expected one axis"),
+            (lambda: C.psum(x, name), "expected one axis of a mesh"),
+            (lambda: C.all_gather(x, tp, 2), "TreeError: all_gather(dim=2): the tensor [3, 4] has dims -2 to 1."),
+            (lambda: C.reduce_scatter(x, tp, 0), uneven), (lambda: C.split(x, tp, 0), uneven),
+            (lambda: C.all_to_all(x, tp, 0, 1), uneven), (lambda: C.ppermute(x, tp, [(0, 1), (1, 1)]), twice),
+            (lambda: C.ppermute(x, tp, [(0, 2)]), twice),
+        )  # fmt: skip
+
     with simulate(data=2, tp=2) as ranks:
-        for said in ranks(refused).get():
-            assert "SpecError: psum(axis): a mesh of the axes ('data', 'tp'); expected one axis" in said[0]
-            assert "expected one axis of a mesh" in said[1]
-            assert "TreeError: all_gather(dim=2): the tensor [3, 4] has dims -2 to 1." in said[2]
-            assert all("3 elements, which do not divide by the 2 ranks" in one for one in said[3:6])
-            assert all("none sends twice and none gets twice" in one for one in said[6:])
+        ranks(calls).get()
         assert not ranks.traffic.collectives(lane="compute")
 
 

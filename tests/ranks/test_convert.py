@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from safetensors.torch import load_file
 from support.cut import written
-from support.driven import raised
+from support.driven import refused
 from support.problems import mesh_and_placement
-from support.ranks import launch
+from support.ranks import each_rank, launch
 
 import functional_fsdp as fsdp
 
@@ -97,55 +97,40 @@ def test_each_rank_writes_and_reads_its_runs_of_leaves_that_are_cut_otherwise(pr
     assert all(torch.equal(held[name], value) for name, value in expected.items())
 
 
-def refusals(folder: str) -> dict[str, str]:
-    """What is said of files and of conversions that do not fit, by the first rank."""
-    state = sharded("zero3", 3)
-    fsdp.save_safetensors(state, f"{folder}/whole", convert=(own := {**SPELT, "embed.weight": "embed"}))
-    held = load_file(f"{folder}/whole/model.safetensors")
-    load = partial(fsdp.load_weights, state)
-    less = {name: value for name, value in held.items() if name != "experts.1.w3"}
-    found = {
-        "missing": raised(lambda: load(less, convert=own)),
-        "half": raised(lambda: load({"experts.1.w3": held["experts.1.w3"]}, convert=own, partial=True)),
-        "unexpected": raised(lambda: load({**held, "experts.3.w1": torch.ones(2, 5)}, convert=own)),
-        "misshapen": raised(lambda: load({**held, "kernel": held["kernel"].T}, convert=own)),
-        "left": raised(lambda: load({**held, "q": torch.ones(5, 6)}, convert={**own, "q": "q"})),
-        "path": raised(lambda: load(held, convert={**own, "query": "q"})),
-        "kind": raised(lambda: load(held, convert=[SPELT])),  # type: ignore[arg-type]
-        "differ": raised(lambda: load(held, convert={**own, "scale": f"other{dist.get_rank()}"})),
-    }
-    save = partial(fsdp.save_safetensors, state, f"{folder}/never")
-    found |= {
-        "room": raised(lambda: save(convert={**own, "v": "v"})),
-        "twice": raised(lambda: save(convert={**own, "q": fsdp.Sliced("qkv", 1, of=10)})),
-        "shapes": raised(lambda: save(convert={**own, "q": fsdp.Sliced("qkv", 0, of=12)})),
-        "fits": raised(lambda: save(convert={**own, "experts": fsdp.Stacked(["a", "b"])})),
-        "others": raised(lambda: save(convert={**own, "scale": f"other{dist.get_rank()}"})),
-        "nowhere": raised(lambda: save(convert={"query": "q"})),
-    }
-    found["partial"] = (
-        raised(lambda: load({"kernel": held["kernel"]}, convert={**own, "query": "q"}, partial=True)) or "nothing"
-    )
-    return found
-
-
+@each_rank(2)
 def test_what_does_not_fit_is_named_as_files_name_it(tmp_path: Path) -> None:
-    found = launch(refusals, (str(tmp_path),), nprocs=2)[0]
-    assert "TreeError: weights: the mapping lacks 'experts.1.w3'. Give names by rename=" in found["missing"]
-    assert "lacks 'experts.0.w1' and 4 more" in found["half"]
-    assert "has 'experts.3.w1', which the model has not" in found["unexpected"]
-    assert "has 'kernel' as [9, 7], the model [7, 9]" in found["misshapen"]
-    assert "has 'qkv' with 60 elements, the model 30 of them" in found["left"]
-    assert "SpecError: convert: 'query' is no path of a leaf or buffer" in found["path"]
-    assert "convert: got a list; expected a mapping" in found["kind"]
-    assert "ranks have different conversions. The first one that differs: rank 0 has" in found["differ"]
-    assert "'qkv' has 60 elements as [10, 6], and leaves fill 48 of them" in found["room"]
-    assert "'q' and 'k' have the same elements of 'qkv'" in found["twice"]
-    assert "'qkv' is torch.float32 [12, 6] by other leaves and torch.float32 [10, 6] by 'k'" in found["shapes"]
-    assert "'experts' is [3, 4, 5], and Stacked has 2 parts for the 3 elements along its dim 0" in found["fits"]
-    assert "ranks have different conversions" in found["others"]
-    assert "'query' is no path of a leaf or buffer" in found["nowhere"]
-    assert found["partial"] == "nothing"
+    state, own = sharded("zero3", 3), {**SPELT, "embed.weight": "embed"}
+    fsdp.save_safetensors(state, tmp_path / "whole", convert=own)
+    held = load_file(tmp_path / "whole" / "model.safetensors")
+    less = {name: value for name, value in held.items() if name != "experts.1.w3"}
+    half, kernel = {"experts.1.w3": held["experts.1.w3"]}, {"kernel": held["kernel"]}
+    other = {**own, "scale": f"other{dist.get_rank()}"}
+
+    def load(weights: Any, convert: Any = own, **how: Any) -> Callable[[], Any]:
+        return lambda: fsdp.load_weights(state, weights, convert=convert, **how)
+
+    def save(convert: Any) -> Callable[[], Any]:
+        return lambda: fsdp.save_safetensors(state, tmp_path / "never", convert=convert)
+
+    refused(
+        (load(less), "TreeError: weights: the mapping lacks 'experts.1.w3'. Give names by rename="),
+        (load(half, partial=True), "lacks 'experts.0.w1' and 4 more"),
+        (load({**held, "experts.3.w1": torch.ones(2, 5)}), "has 'experts.3.w1', which the model has not"),
+        (load({**held, "kernel": held["kernel"].T}), "has 'kernel' as [9, 7], the model [7, 9]"),
+        (load({**held, "q": torch.ones(5, 6)}, {**own, "q": "q"}), "has 'qkv' with 60 elements, the model 30 of them"),
+        (load(held, {**own, "query": "q"}), "SpecError: convert: 'query' is no path of a leaf or buffer"),
+        (load(held, [SPELT]), "convert: got a list; expected a mapping"),
+        (load(held, other), "ranks have different conversions. The first one that differs: rank 0 has"),
+        (save({**own, "v": "v"}), "'qkv' has 60 elements as [10, 6], and leaves fill 48 of them"),
+        (save({**own, "q": fsdp.Sliced("qkv", 1, of=10)}), "'q' and 'k' have the same elements of 'qkv'"),
+        (save({**own, "q": fsdp.Sliced("qkv", 0, of=12)}),
+         "'qkv' is torch.float32 [12, 6] by other leaves and torch.float32 [10, 6] by 'k'"),
+        (save({**own, "experts": fsdp.Stacked(["a", "b"])}),
+         "'experts' is [3, 4, 5], and Stacked has 2 parts for the 3 elements along its dim 0"),
+        (save(other), "ranks have different conversions"),
+        (save({"query": "q"}), "'query' is no path of a leaf or buffer"),
+    )  # fmt: skip
+    load(kernel, {**own, "query": "q"}, partial=True)()
     assert [one.name for one in tmp_path.iterdir()] == ["whole"]
 
 
