@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.driven import refused
 from support.problems import LOOPS, batch, net
 from support.processes import survivors
+from support.ranks import each_rank, launch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp._distributed import groups as _groups
 from functional_fsdp._distributed.groups import Processes
 from functional_fsdp._runtime.runtime import runtime_of
@@ -139,7 +140,7 @@ def goes_on_after() -> list[str]:
 
 
 def test_states_whose_ranks_cannot_communicate_any_more_say_so_at_once() -> None:
-    for first, *then in launch(goes_on_after, nprocs=3, timeout=2.0)[:2]:
+    for first, *then in launch(goes_on_after, nprocs=3, timeout=2.0, processes=True)[:2]:
         assert "failed after" in first or "was given up after" in first
         for said in then:
             assert "this state's ranks cannot communicate any more" in said
@@ -150,40 +151,27 @@ def test_a_restart_is_not_the_end() -> None:
     assert issubclass(fsdp.RestartError, fsdp.FsdpError)
 
 
-def destroyed() -> str:
-    state, _ = start()
+@pytest.mark.parametrize("begins", [True, False])
+@each_rank(2, processes=True)
+def test_a_state_of_a_process_group_that_was_destroyed_says_so(begins: bool, tmp_path: Path) -> None:
+    """Where a step begins, and wherever ranks are needed."""
+    state, model = start()
     dist.destroy_process_group()
-    with pytest.raises(fsdp.CommError) as caught:
-        fsdp.unshard(state)
+    lost = "dist.destroy_process_group() was called after the mesh was made"
+    gone = "The process group that they were made with was destroyed"
+    if begins:
+        refused((lambda: fsdp.unshard(state), "CommError", gone))
+    else:
+        refused(
+            (lambda: fsdp.save(state, tmp_path), "CommError", lost),
+            (lambda: fsdp.load(tmp_path, like=state), "CommError", lost),
+            (lambda: fsdp.local_shards(state), "CommError", lost),
+            (lambda: fsdp.shard({"w": torch.ones(4)}, state.spec), "CommError", lost),
+            (lambda: next(iter(fsdp.stream(state))), "CommError", lost),
+            (lambda: fsdp.full_params(state), "CommError", gone),
+        )
     again, _ = start()
-    assert LOOPS["whole"](fsdp.functionalize(net(torch.float32))[1], again, batch(0, 0), True)
-    return str(caught.value)
-
-
-def test_a_state_of_a_process_group_that_was_destroyed_says_so() -> None:
-    for said in launch(destroyed, nprocs=2):
-        assert "The process group that they were made with was destroyed" in said
-
-
-def destroyed_too_early(folder: str) -> list[str]:
-    state, _ = start()
-    dist.destroy_process_group()
-    said = []
-    for call in (
-        lambda: fsdp.save(state, folder), lambda: fsdp.load(folder, like=state), lambda: fsdp.local_shards(state),
-        lambda: fsdp.shard({"w": torch.ones(4)}, state.spec), lambda: next(iter(fsdp.stream(state))),
-        lambda: fsdp.full_params(state),
-    ):  # fmt: skip
-        with pytest.raises(fsdp.CommError) as caught:
-            call()
-        said.append(str(caught.value))
-    return said
-
-
-def test_what_needs_ranks_after_their_process_group_was_destroyed_says_so(tmp_path: Path) -> None:
-    for *calls, last in launch(destroyed_too_early, (str(tmp_path / "out"),), nprocs=2):
-        assert all("dist.destroy_process_group() was called after the mesh was made" in said for said in calls)
-        assert "The process group that they were made with was destroyed" in last
+    assert LOOPS["whole"](model, again, batch(0, 0), True)
 
 
 # ---------------------------------------------------------------- exchanges
@@ -209,23 +197,20 @@ def stopped_in_an_exchange() -> list[str]:
 
 
 def test_a_rank_that_leaves_an_exchange_is_met_again() -> None:
-    assert launch(stopped_in_an_exchange, nprocs=2) == [["RestartError", "1"], ["KeyboardInterrupt", "1"]]
+    assert launch(stopped_in_an_exchange, nprocs=2, processes=True) == [
+        ["RestartError", "1"],
+        ["KeyboardInterrupt", "1"],
+    ]
 
 
-def different_calls() -> str:
-    run = runtime_of(fsdp.local_mesh())
-    state, _ = start()
-    middle = fsdp.reduce(*fsdp.unshard(state))
-    with pytest.raises(fsdp.ScheduleError) as caught:
-        run.everyone(1, "one thing") if dist.get_rank() else fsdp.step(middle)
-    assert run.everyone(dist.get_rank(), "the same") == [0, 1]
-    return str(caught.value)
-
-
+@each_rank(2)
 def test_an_exchange_and_a_step_are_told_apart() -> None:
-    stepped, exchanged = launch(different_calls, nprocs=2)
-    assert "ranks issued different collectives" in stepped
-    assert "this rank came to exchange 'one thing', another one to something else" in exchanged
+    run, rank = runtime_of(fsdp.local_mesh()), dist.get_rank()
+    middle = fsdp.reduce(*fsdp.unshard(start()[0]))
+    said = "this rank came to exchange 'one thing', another one to something else" if rank else "different collectives"
+    with pytest.raises(fsdp.ScheduleError, match=said):
+        run.everyone(1, "one thing") if rank else fsdp.step(middle)
+    assert run.everyone(rank, "the same") == [0, 1]
 
 
 # ---------------------------------------------------------------- metrics of other shapes
@@ -238,38 +223,28 @@ TREES: dict[str, tuple[Any, Any]] = {
 }
 
 
-def metrics_that_differ(known: bool) -> list[tuple[str, str, float]]:
-    """Ranks reduce metrics that differ, and go on; `known`: rank 0 reduces what came last time, and is expected."""
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known to one"])
+@each_rank(2)
+def test_metrics_that_differ_are_the_same_error_on_every_rank(known: bool) -> None:
+    """And ranks go on. `known`: rank 0 reduces what came last time, and is expected."""
     state, _ = start()
-    found = []
-    for which, (mine, theirs) in TREES.items():
+    for mine, theirs in TREES.values():
         if known:
             for _ in range(2):
                 state, _ = fsdp.pmean(state, mine)
         before = fsdp.local_shards(state)
-        text = "nothing"
-        try:
+        text = r"ranks have different metrics: rank 0 has pmean\(.*rank 1 has pmean\("
+        with pytest.raises(fsdp.TreeError, match=text) as said:
             fsdp.pmean(state, theirs if dist.get_rank() else mine)
-        except fsdp.TreeError as error:
-            text = str(error)
+        assert len({*runtime_of(state.spec.mesh).everyone(str(said.value), "texts")}) == 1
         state, mean = fsdp.pmean(state, float(dist.get_rank()))
+        assert float(mean) == 0.5
         state = fsdp.step(fsdp.reduce(*fsdp.unshard(state)))
         assert before.keys() == fsdp.local_shards(state).keys()
-        found.append((which, text, float(mean)))
-    return found
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["new", "known to one"])
-def test_metrics_that_differ_are_the_same_error_on_every_rank(known: bool) -> None:
-    first, second = launch(metrics_that_differ, (known,), nprocs=2)
-    assert first == second
-    for _, text, mean in first:
-        assert "ranks have different metrics: rank 0 has pmean(" in text
-        assert "rank 1 has pmean(" in text
-        assert mean == 0.5
-
-
-def ballots_of_metrics() -> list[int]:
+@each_rank(2)
+def test_metrics_are_compared_only_where_they_are_not_expected() -> None:
     """How many ballots metrics take: of one form, of two in turn, and again."""
     state, _ = start()
     control = runtime_of(state.spec.mesh).issued["control"]
@@ -278,60 +253,39 @@ def ballots_of_metrics() -> list[int]:
         for name in names:
             state, _ = fsdp.pmean(state, {name: 1.0})
         counts.append(control.count)
-    return [b - a for a, b in pairwise(counts)]
-
-
-def test_metrics_are_compared_only_where_they_are_not_expected() -> None:
-    for one, two, again in launch(ballots_of_metrics, nprocs=2):
-        assert one == 2
-        assert two <= 3
-        assert again == 0
+    one, two, again = (b - a for a, b in pairwise(counts))
+    assert one == 2
+    assert two <= 3
+    assert again == 0
 
 
 # ---------------------------------------------------------------- nothing stays
 
 
-def meshes(count: int) -> list[tuple[int, int, int]]:
-    """Descriptors, threads and runtimes after each of many meshes that nobody holds."""
+def counted() -> tuple[int, int, int]:
+    """Descriptors, threads and runtimes."""
     from functional_fsdp._runtime import runtime as _runtime
 
-    fsdp.local_mesh()
-    found = []
-    for i in range(count):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(f"mesh{i}",))
+    gc.collect()
+    runtimes = len(_runtime._RUNTIMES) + len(_runtime._unused)
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), runtimes
+
+
+@pytest.mark.parametrize("gone", ["meshes", "process groups"])
+@each_rank(2, processes=True)
+def test_communicators_of_what_nobody_holds_are_given_back(gone: str) -> None:
+    """Of meshes that nobody holds, and of process groups that are destroyed."""
+    counts = []
+    for i in range(4):
+        fsdp.local_mesh()
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(f"mesh{i}",)) if gone == "meshes" else None
         state, _ = start(mesh)
         state = fsdp.step(fsdp.reduce(*fsdp.unshard(state)))
         del state, mesh
-        gc.collect()
-        counts = (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
-        found.append((*counts, len(_runtime._RUNTIMES) + len(_runtime._unused)))
-    return found
-
-
-def test_communicators_of_meshes_that_nobody_holds_are_given_back() -> None:
-    for counts in launch(meshes, (5,), nprocs=2):
-        assert counts[-1] == counts[1]
-
-
-def groups_again() -> list[tuple[int, int, int]]:
-    """Descriptors, threads and runtimes after each of many process groups of the program's."""
-    from functional_fsdp._runtime import runtime as _runtime
-
-    found = []
-    for _ in range(4):
-        state, _ = start()
-        state = fsdp.step(fsdp.reduce(*fsdp.unshard(state)))
-        del state
-        gc.collect()
-        counts = (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
-        found.append((*counts, len(_runtime._RUNTIMES) + len(_runtime._unused)))
-        dist.destroy_process_group()
-    return found
-
-
-def test_communicators_of_process_groups_that_are_gone_are_given_back() -> None:
-    for counts in launch(groups_again, nprocs=2):
-        assert counts[-1] == counts[1]
+        counts.append(counted())
+        if gone == "process groups":
+            dist.destroy_process_group()
+    assert counts[-1] == counts[1]
 
 
 def zeros_instead(length: int, after: int) -> list[Any]:
@@ -360,7 +314,7 @@ def zeros_instead(length: int, after: int) -> list[Any]:
 
 @pytest.mark.parametrize(("length", "after"), [(1, 0), (1000, 0), (1000, 1)])
 def test_what_is_sent_in_the_place_of_an_exchange_is_not_taken_for_it(length: int, after: int) -> None:
-    assert launch(zeros_instead, (length, after), nprocs=2) == [
+    assert launch(zeros_instead, (length, after), nprocs=2, processes=True) == [
         ["RestartError", [length] * 2],
         ["KeyboardInterrupt", [length] * 2],
     ]
