@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import tensor_parallel as cut
+from support.ranks import by_rank
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import functional_fsdp as fsdp
@@ -34,41 +36,46 @@ def made(placement: str, sequence: bool, axes: Any = None, **more: Any) -> tuple
     return mesh, spec, params, model
 
 
-def step_of(way: str, model: Any) -> Any:
+def trained(
+    placement: str, sequence: bool, way: str, steps: int, micro: int = 1, exact: bool = False, axes: Any = None,
+    **more: Any,
+) -> tuple[list[float], list[float], Tree]:  # fmt: skip
+    """Losses over the data ranks, norms, and whole weights. exact: sums in float32."""
+    if exact:
+        more["precision"] = fsdp.Precision(sum="fp32", wire=torch.float32)
+    mesh, spec, params, model = made(placement, sequence, axes, **more)
+    state = fsdp.shard(params, spec, fsdp.adamw(lr=0.01, weight_decay=0.01))
     driven = T.forward_backward(model, cut.loss_fn)
 
-    def whole(state: fsdp.State, data: Any) -> Any:
+    def whole(state: fsdp.State, data: Any, **_: Any) -> Any:
         state, params = fsdp.unshard(state)
         grads, loss = torch.func.grad_and_value(lambda p: cut.loss_fn(fsdp.bind(model, p), data))(params)
         return fsdp.reduce(state, grads), loss
 
-    return driven if way == "driven" else whole
-
-
-def trained(placement: str, sequence: bool, way: str, steps: int, **more: Any) -> tuple[list[float], list[float], Tree]:
-    """Losses over the data ranks, norms, and whole weights."""
-    mesh, spec, params, model = made(placement, sequence, **more)
-    state = fsdp.shard(params, spec, fsdp.adamw(lr=0.01, weight_decay=0.01))
-    forward_backward = step_of(way, model)
-    losses, norms = [], []
-    for step in range(steps):
-        state, loss = forward_backward(state, cut.batch(step, cut.rank_on(mesh, spec.data)))
+    def train_step(state: fsdp.State, *data: torch.Tensor) -> Any:
+        for k in range(micro):
+            forward_backward = whole if way == "whole" else driven
+            state, loss = forward_backward(state, data, last_microbatch=k == micro - 1, scale=1 / micro)
+        state = T.divide(state, 2) if spec.average == "sum" else state
         state, norm = T.clip_by_global_norm(state, 1.0)
-        state = fsdp.step(state)
-        state, loss = fsdp.pmean(state, loss)
+        state = T.skip_nonfinite(fsdp.step)(state) if way == "compiled" else fsdp.step(state)
+        return *fsdp.pmean(state, loss), norm
+
+    step = T.compile(train_step) if way == "compiled" else train_step
+    losses, norms = [], []
+    for i in range(steps):
+        state, loss, norm = step(state, *cut.batch(i, cut.rank_on(mesh, spec.data)))
         losses.append(loss.item())
         norms.append(norm.item())
     return losses, norms, fsdp.full_params(state)
 
 
-def same(found: list[Any], steps: int, ranks: int) -> None:
+def same(found: list[Any], steps: int, ranks: int, within: float = 1e-9) -> None:
     losses, norms, weights = cut.whole_losses(steps, ranks, 1.0)
     for got, lengths, whole in found:
-        assert got == pytest.approx(losses, abs=1e-9)
-        assert lengths == pytest.approx(norms, abs=1e-9)
-        assert whole.keys() == weights.keys()
-        for name, weight in weights.items():
-            torch.testing.assert_close(whole[name], weight, rtol=0, atol=1e-9)
+        assert got == pytest.approx(losses, abs=within)
+        assert lengths == pytest.approx(norms, abs=within)
+        torch.testing.assert_close(whole, weights, rtol=0, atol=within)
 
 
 FEW = 3  # rows of GRID that are always run, with few steps
@@ -90,26 +97,6 @@ def test_losses_norms_and_weights_are_the_plain_models(placement: str, axes: Any
         same(by_rank(some(trained, placement, placement == "zero3", way, 3)), 3, ranks)
 
 
-def settled(placement: str, average: str, exact: bool, micro: int) -> tuple[list[float], list[float], Tree]:
-    """Three steps with other settings: sums over the data, sums in float32, microbatches."""
-    precision = fsdp.Precision(sum="fp32", wire=torch.float32) if exact else fsdp.Precision()
-    mesh, spec, params, model = made(placement, True, average=average, precision=precision)
-    state = fsdp.shard(params, spec, fsdp.adamw(lr=0.01, weight_decay=0.01))
-    forward_backward = T.forward_backward(model, cut.loss_fn)
-    losses, norms = [], []
-    for step in range(3):
-        data = cut.batch(step, cut.rank_on(mesh, spec.data))
-        for k in range(micro):
-            state, loss = forward_backward(state, data, last_microbatch=k == micro - 1, scale=1 / micro)
-        state = T.divide(state, 2) if average == "sum" else state
-        state, norm = T.clip_by_global_norm(state, 1.0)
-        state = fsdp.step(state)
-        state, loss = fsdp.pmean(state, loss)
-        losses.append(loss.item())
-        norms.append(norm.item())
-    return losses, norms, fsdp.full_params(state)
-
-
 SETTINGS = [
     ("zero3", {"data": 2, "tp": 2}, "mean", True, 2), ("hfsdp", {"replica": 2, "shard": 1, "tp": 2}, "sum", False, 2),
     ("ddp norms", {"tp": 2, "data": 2}, "sum", False, 1),
@@ -120,14 +107,10 @@ SETTINGS = [
 def test_sums_over_the_axis_are_sums_whatever_the_data_has(
     placement: str, axes: Any, average: str, exact: bool, micro: int
 ) -> None:
+    """Sums over the data, sums in float32, microbatches."""
     with simulate(**axes) as some:
-        found = by_rank(some(settled, placement, average, exact, micro))
-    losses, norms, weights = cut.whole_losses(3, 2, 1.0)
-    close = 1e-7 if exact else 1e-9  # what float32 leaves of a sum
-    for got, lengths, whole in found:
-        assert got == pytest.approx(losses, abs=close)
-        assert lengths == pytest.approx(norms, abs=close)
-        assert all(float((whole[name] - weight).abs().max()) < close for name, weight in weights.items())
+        found = by_rank(some(functools.partial(trained, average=average), placement, True, "driven", 3, micro, exact))
+    same(found, 3, 2, 1e-7 if exact else 1e-9)  # what float32 leaves of a sum
 
 
 @pytest.mark.large
@@ -138,39 +121,13 @@ def test_twenty_steps(placement: str, axes: Any) -> None:
         same(by_rank(some(trained, placement, ranks != 2, "driven", STEPS)), STEPS, ranks)
 
 
-def by_rank(handles: Any) -> list[Any]:
-    return [*zip(*(handle.get() for handle in handles), strict=True)]
-
-
 def test_on_processes() -> None:
     same(launch(trained, ("zero3", True, "driven", 2), {"axes": {"data": 2, "tp": 2}}, nprocs=4), 2, 2)
 
 
-def compiled(steps: int) -> tuple[list[float], list[float], Tree]:
-    """A whole step as one graph."""
-    mesh, spec, params, model = made("zero3", True, {"data": 2, "tp": 2})
-    state = fsdp.shard(params, spec, fsdp.adamw(lr=0.01, weight_decay=0.01))
-    forward_backward = T.forward_backward(model, cut.loss_fn)
-
-    def train_step(state: fsdp.State, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
-        state, loss = forward_backward(state, (tokens, targets))
-        state, norm = T.clip_by_global_norm(state, 1.0)
-        state = T.skip_nonfinite(fsdp.step)(state)
-        state, loss = fsdp.pmean(state, loss)
-        return state, (loss, norm)
-
-    step_as_graph = T.compile(train_step)
-    losses, norms = [], []
-    for step in range(steps):
-        state, (loss, norm) = step_as_graph(state, *cut.batch(step, mesh.get_local_rank("data")))
-        losses.append(loss.item())
-        norms.append(norm.item())
-    return losses, norms, fsdp.full_params(state)
-
-
 @pytest.mark.large
 def test_a_step_that_is_compiled_whole() -> None:
-    same(launch(compiled, (3,), nprocs=4), 3, 2)
+    same(launch(trained, ("zero3", True, "compiled", 3), {"axes": {"data": 2, "tp": 2}}, nprocs=4), 3, 2)
 
 
 # ---------------------------------------------------------------- a state is global

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import tensor_parallel as cut
-from support.driven import raised
+from support.driven import raised, refused
+from support.ranks import by_rank
 from support.tables import FULL
 
 import functional_fsdp as fsdp
@@ -20,10 +21,6 @@ from functional_fsdp.transforms import collectives as C
 
 Tree = dict[str, torch.Tensor]
 MATRICES = {f"*.{name}.weight": "matrix" for name in ("qkv", "out", "up", "down")}
-
-
-def by_rank(handles: Any) -> list[Any]:
-    return [*zip(*(handle.get() for handle in handles), strict=True)]
 
 
 def made(sequence: bool = True, optimizer: Any = None, own: Any = None, **more: Any) -> tuple[Any, fsdp.State, Any]:
@@ -203,21 +200,19 @@ def test_optimizer_states_and_state_dicts_are_whole() -> None:
             assert all(torch.equal(again[path], one) for path, one in told.items())
 
 
-def replaced() -> bool:
-    mesh, state, model = made()
-    state = stepped(state, model, mesh)
-    whole = fsdp.full_params(state)
-    there = fsdp.replace_params(state, whole)
-    parts = fsdp.replace_params(state, fsdp.local_shards(state))
-    frozen = fsdp.unfreeze(fsdp.freeze(state, "embed*"), "embed*")
-    return all(
-        torch.equal(one[name], whole[name]) for one in map(fsdp.full_params, (there, parts, frozen)) for name in whole
-    )
-
-
 def test_weights_are_replaced_frozen_and_thawed() -> None:
+    def replaced() -> None:
+        mesh, state, model = made()
+        state = stepped(state, model, mesh)
+        whole = fsdp.full_params(state)
+        there = fsdp.replace_params(state, whole)
+        parts = fsdp.replace_params(state, fsdp.local_shards(state))
+        frozen = fsdp.unfreeze(fsdp.freeze(state, "embed*"), "embed*")
+        for one in (there, parts, frozen):
+            torch.testing.assert_close(fsdp.full_params(one), whole, rtol=0, atol=0)
+
     with simulate(data=2, tp=2) as ranks:
-        assert all(ranks(replaced).get())
+        ranks(replaced).get()
 
 
 def drawn(p: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,15 +236,13 @@ def test_ranks_along_the_axis_draw_the_same_and_those_of_the_data_do_not() -> No
     assert {float(x) for part in parts for x in part.flatten()} <= {0.0, 2.0}
 
 
-def refused_optimizer() -> str:
-    return raised(lambda: made(True, fsdp.from_torch(torch.optim.Adafactor, lr=0.01)))
-
-
 def test_optimizers_of_whole_leaves_are_refused() -> None:
+    def made_with() -> None:
+        optimizer = fsdp.from_torch(torch.optim.Adafactor, lr=0.01)
+        refused((lambda: made(True, optimizer), "it wants whole leaves", "'embed.weight' is cut along 'tp'"))
+
     with simulate(data=1, tp=2) as ranks:
-        for said in ranks(refused_optimizer).get():
-            assert "it wants whole leaves" in said
-            assert "'embed.weight' is cut along 'tp'" in said
+        ranks(made_with).get()
 
 
 def test_print_says_the_rules() -> None:
@@ -357,18 +350,17 @@ def test_a_wrong_own_is_refused_or_found_in_the_first_step() -> None:
                 assert same
 
 
-def parted() -> str:
-    mesh = fsdp.local_mesh()
-    own = cut.own(mesh.get_rank() == 1)  # one rank says that gradients are summands
-    params = fsdp.functionalize(cut.plain())[0]
-    return raised(lambda: fsdp.shard(params, fsdp.Spec(mesh, own=own)))
-
-
 def test_ranks_that_say_other_rules_are_refused() -> None:
+    def parted() -> None:
+        mesh = fsdp.local_mesh()
+        spec = fsdp.Spec(mesh, own=cut.own(mesh.get_rank() == 1))  # one rank says that gradients are summands
+        refused((
+            lambda: fsdp.shard(fsdp.functionalize(cut.plain())[0], spec),
+            "SpecError: shard: ranks have different", "grads",
+        ))  # fmt: skip
+
     with simulate(data=1, tp=2) as ranks:
-        for said in ranks(parted).get():
-            assert "SpecError: shard: ranks have different" in said
-            assert "grads" in said
+        ranks(parted).get()
 
 
 def right_step(sequence: bool) -> int:

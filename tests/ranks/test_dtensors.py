@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support import dtensors as cut
-from support.driven import raised
+from support.driven import raised, refused
+from support.ranks import by_rank
 from support.tables import FULL
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -18,10 +19,6 @@ from functional_fsdp import launch, simulate
 from functional_fsdp import transforms as T
 
 SUM = {"*norm*": fsdp.Along("tp", grads="sum")}
-
-
-def by_rank(handles: Any) -> list[Any]:
-    return [*zip(*(handle.get() for handle in handles), strict=True)]
 
 
 def begun(which: str, axes: Any = None, **more: Any) -> Any:
@@ -85,8 +82,8 @@ def beside_the_plain_one(which: str, found: list[Any], steps: int, ranks: int) -
             torch.testing.assert_close(whole[name], weight, rtol=0, atol=1e-9)
 
 
-def test_a_llama_on_processes() -> None:
-    beside_the_plain_one("llama", launch(trained, ("llama", "driven", 2, {"data": 2, "tp": 2}), nprocs=4), 2, 2)
+def test_on_processes() -> None:
+    beside_the_plain_one("mlp", launch(trained, ("mlp", "driven", 2, {"data": 2, "tp": 2}), nprocs=4), 2, 2)
 
 
 # ---------------------------------------------------------------- a state is global
@@ -236,35 +233,34 @@ def test_what_cannot_be_is_refused_by_name() -> None:
                 assert text in said, (what, said)
 
 
-def refused_uses() -> list[str]:
-    _, _, model, state = begun("mlp")
-    data = cut.mlp_batch(0, 0)
-    state, params = fsdp.unshard(state)
-    by_func = raised(lambda: torch.func.grad(lambda p: cut.mlp_loss(fsdp.bind(model, p), data))(params))
-    return [by_func, raised(lambda: T.forward_backward(model, cut.mlp_loss, second_order=True))]
-
-
 def test_derivatives_that_torch_does_not_have_are_refused() -> None:
+    def uses() -> None:
+        _, _, model, state = begun("mlp")
+        data = cut.mlp_batch(0, 0)
+        state, params = fsdp.unshard(state)
+        by_func = torch.func.grad(lambda p: cut.mlp_loss(fsdp.bind(model, p), data))
+        refused(
+            (lambda: by_func(params), "which torch.func does not know"),
+            (lambda: T.forward_backward(model, cut.mlp_loss, second_order=True), "is a DTensor in the model"),
+        )
+
     with simulate(data=1, tp=2) as ranks:
-        by_func, second = ranks(refused_uses).get()[0]
-    assert "which torch.func does not know" in by_func
-    assert "is a DTensor in the model" in second
-
-
-def loss_of() -> Any:
-    """A loss that is a DTensor, partial along tp."""
-    mesh, _, model, state = begun("mlp")
-
-    def loss_fn(model: Any, data: Any) -> Any:
-        return DTensor.from_local(cut.mlp_loss(model, data) / 2, mesh["tp"], [Partial()])
-
-    state, loss = T.forward_backward(model, loss_fn)(state, cut.mlp_batch(0, 0))
-    _, right = T.forward_backward(model, cut.mlp_loss)(fsdp.drop_gradients(state), cut.mlp_batch(0, 0))
-    return type(loss) is torch.Tensor, loss.item(), right.item()
+        ranks(uses).get()
 
 
 def test_a_loss_that_is_a_dtensor_comes_back_plain() -> None:
+    """Partial along tp."""
+
+    def compared() -> None:
+        mesh, _, model, state = begun("mlp")
+
+        def loss_fn(model: Any, data: Any) -> Any:
+            return DTensor.from_local(cut.mlp_loss(model, data) / 2, mesh["tp"], [Partial()])
+
+        state, loss = T.forward_backward(model, loss_fn)(state, cut.mlp_batch(0, 0))
+        _, right = T.forward_backward(model, cut.mlp_loss)(fsdp.drop_gradients(state), cut.mlp_batch(0, 0))
+        assert type(loss) is torch.Tensor
+        assert loss.item() == pytest.approx(right.item(), abs=1e-12)
+
     with simulate(data=1, tp=2) as ranks:
-        for plain, loss, right in by_rank(ranks(loss_of)):
-            assert plain
-            assert loss == pytest.approx(right, abs=1e-12)
+        ranks(compared).get()

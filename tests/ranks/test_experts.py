@@ -11,10 +11,10 @@ import moe
 import pytest
 import torch
 import torch.distributed as dist
-from support.driven import raised
+from support.driven import refused
+from support.ranks import each_rank, launch
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp.transforms._drive.buffers import shared_axes
 
@@ -58,7 +58,9 @@ def reference(steps: int, clip: bool) -> tuple[Tree, list[float]]:
 @pytest.mark.parametrize("clip", [False, True])
 def test_every_leaf_has_the_gradient_of_the_mean_over_all_ranks(clip: bool, tmp_path: Path) -> None:
     weights, norms = reference(3, clip)
-    for rank, (got, found, loaded) in enumerate(launch(trained, (3, clip, str(tmp_path / "saved")), nprocs=4)):
+    for rank, (got, found, loaded) in enumerate(
+        launch(trained, (3, clip, str(tmp_path / "saved")), nprocs=4, processes=True)
+    ):
         assert found == pytest.approx(norms, abs=1e-5)
         for key, weight in got.items():
             want = weights[key][2 * (rank // 2) : 2 * (rank // 2) + 2] if "experts" in key else weights[key]
@@ -66,24 +68,20 @@ def test_every_leaf_has_the_gradient_of_the_mean_over_all_ranks(clip: bool, tmp_
             assert torch.equal(loaded[key], weight)
 
 
-def different() -> tuple[str, bool]:
+@each_rank(4)
+def test_only_experts_may_differ() -> None:
     mesh = fsdp.local_mesh(expert=2, data=2)
     rules = {"experts": fsdp.zero3("data"), "*": fsdp.zero3("expert", "data")}
     mine = torch.full((4,), float(mesh.get_local_rank("expert")))
     good = fsdp.shard({"experts": mine, "rest": torch.ones(4)}, fsdp.Spec(mesh, rules))
-    same = torch.equal(fsdp.full_params(good)["experts"], mine)
-    return raised(lambda: fsdp.shard({"experts": torch.ones(4), "rest": mine}, fsdp.Spec(mesh, rules))), same
-
-
-def test_only_experts_may_differ() -> None:
-    for said, same in launch(different, nprocs=4):
-        assert same
-        assert "ranks have different values. The first leaf that differs: rank 0 has rest checksum" in said
-        assert "rank 2 has rest checksum" in said
+    assert torch.equal(fsdp.full_params(good)["experts"], mine)
+    text = "ranks have different values. The first leaf that differs: rank 0 has rest checksum"
+    bad = {"experts": torch.ones(4), "rest": mine}
+    refused((lambda: fsdp.shard(bad, fsdp.Spec(mesh, rules)), text, "rank 2 has rest checksum"))
 
 
 def test_the_example_learns() -> None:
-    for losses in launch(moe.main, (8,), nprocs=4):
+    for losses in launch(moe.main, (8,), nprocs=4, processes=True):
         assert losses[-1] < losses[0] - 0.5
 
 
@@ -167,23 +165,17 @@ def buffered(rule: Any, compiled: bool, how: str, folder: str) -> tuple[Tree, Tr
 
 @pytest.mark.parametrize(
     ("rule", "compiled", "how"),
-    [
-        ("mean", False, ""),
-        ("first", False, ""),
-        ("local", False, ""),
-        ("mean", True, ""),
-        ("mean", False, "copied"),
-        ("mean", False, "moved"),
-        ("mean", False, "replaced"),
-    ],
-)
+    [*((rule, False, "") for rule in ("mean", "first", "local")), ("mean", True, ""),
+     *(("mean", False, how) for how in ("copied", "moved", "replaced"))],
+)  # fmt: skip
 def test_experts_keep_their_own_buffers(rule: str, compiled: bool, how: str, tmp_path: Path) -> None:
     """What ranks along "expert" have of their own is averaged along "data" only; all else over the four."""
     plain: list[Tree] = []
     for rank in range(4):
         squared(module := normed(rank), rows(rank))
         plain.append({path: b.clone() for path, b in module.named_buffers()})
-    for rank, (got, loaded) in enumerate(launch(buffered, (rule, compiled, how, str(tmp_path / "saved")), nprocs=4)):
+    args = (rule, compiled, how, str(tmp_path / "saved"))
+    for rank, (got, loaded) in enumerate(launch(buffered, args, nprocs=4, processes=compiled)):
         assert got.keys() == plain[rank].keys()
         for path, buffer in got.items():
             row = [rank // 2 * 2, rank // 2 * 2 + 1]
@@ -207,28 +199,19 @@ def test_along_which_axes_a_buffer_is_shared() -> None:
 # ---------------------------------------------------------------- means over tokens
 
 
-def weighted(average: Any) -> tuple[Tree, float]:
-    """A mean over all tokens, of which ranks have different numbers."""
-    mesh = fsdp.local_mesh()
-    g = torch.Generator().manual_seed(dist.get_rank())
-    x = torch.randn(3 + 2 * dist.get_rank(), 5, generator=g, dtype=torch.float64)
-    params, model = fsdp.functionalize(torch.nn.Linear(5, 1, dtype=torch.float64))
-    params = {key: torch.ones_like(p) for key, p in params.items()}
-    state = fsdp.shard(params, fsdp.Spec(mesh, average=average), fsdp.sgd(lr=1.0))
-    state, _ = T.forward_backward(model, lambda model, x: model(x).square().sum())(state, x)
-    state, n = fsdp.psum(state, torch.tensor(len(x)))
-    state = fsdp.step(T.divide(state, n))
-    return fsdp.full_params(state), float(n)
-
-
+@each_rank(2)
 def test_a_mean_over_tokens() -> None:
-    model = torch.nn.Linear(5, 1, dtype=torch.float64)
-    for p in model.parameters():
-        p.data.fill_(1.0)
-    data = [torch.randn(3 + 2 * r, 5, generator=torch.Generator().manual_seed(r), dtype=torch.float64) for r in (0, 1)]
-    model(torch.cat(data)).square().mean().backward()
-    for weights, n in launch(weighted, ("sum",), nprocs=2):
-        assert n == 8.0
-        for key, p in model.named_parameters():
-            assert p.grad is not None
-            assert (weights[key] - (p.detach() - p.grad)).abs().max() < 1e-12
+    """Of which ranks have different numbers."""
+    params, model = fsdp.functionalize(plain := torch.nn.Linear(5, 1, dtype=torch.float64))
+    data = [
+        torch.randn(3 + 2 * r, 5, generator=torch.Generator().manual_seed(r), dtype=torch.float64) for r in range(2)
+    ]
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), average="sum"), fsdp.sgd(lr=1.0))
+    x = data[dist.get_rank()]
+    state, _ = T.forward_backward(model, squared)(state, x)
+    state, n = fsdp.psum(state, torch.tensor(len(x)))
+    assert float(n) == 8.0
+    weights = fsdp.full_params(fsdp.step(T.divide(state, n)))
+    grads = torch.autograd.grad(plain(torch.cat(data)).square().mean(), [*plain.parameters()])
+    for (key, p), grad in zip(plain.named_parameters(), grads, strict=True):
+        assert (weights[key] - (p.detach() - grad)).abs().max() < 1e-12
