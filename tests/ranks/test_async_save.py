@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import pickle
@@ -12,12 +11,15 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.commands import command
+from support.driven import refused
 from support.problems import LOOPS, batch, mesh_and_placement, net
+from support.ranks import each_rank
 from support.strikes import bits
 
 import functional_fsdp as fsdp
@@ -49,35 +51,27 @@ def told(folder: Path) -> dict[str, Any]:
     return {**{k: note[k] for k in ("step", "leaves", "paths", "tree", "extras", "optimizer")}, "tensors": tensors}
 
 
-def both(folder: str, preset: str) -> tuple[bool, bool, list[str]]:
-    """Saved in both ways, and trained on meanwhile."""
-    path = Path(folder)
+@pytest.mark.parametrize(
+    ("preset", "ranks"),
+    [("zero3", 2), *(pytest.param(*row, marks=pytest.mark.large) for row in (("zero3", 1), ("hsdp", 4)))],
+)
+@each_rank("ranks", processes=True)
+def test_it_writes_what_save_writes_while_the_state_is_trained_on(preset: str, ranks: int, tmp_path: Path) -> None:
     state, model = begun(preset)
     state = trained(state, model, 2)
     wanted = bits(state)
-    fsdp.save(state, path / "plain")
-    future = fsdp.async_save(state, path / "beside")
+    fsdp.save(state, tmp_path / "plain")
+    future = fsdp.async_save(state, tmp_path / "beside")
     assert isinstance(future, Future)
     state = trained(state, model, 2)
-    assert future.result(60) == path / "beside"
+    assert future.result(60) == tmp_path / "beside"
     assert future.done()
     dist.barrier()
-    same = told(path / "plain") == told(path / "beside")
-    there = fsdp.load(path / "beside", like=state)
-    return same, all(map(torch.equal, bits(there), wanted)), sorted(os.listdir(path / "beside"))
-
-
-@pytest.mark.parametrize(
-    ("preset", "ranks"),
-    [pytest.param("zero3", 1, marks=pytest.mark.large), ("zero3", 2), pytest.param("hsdp", 4, marks=pytest.mark.large)],
-)
-def test_it_writes_what_save_writes_while_the_state_is_trained_on(preset: str, ranks: int, tmp_path: Path) -> None:
-    for same, equal, files in launch(both, (str(tmp_path), preset), nprocs=ranks):
-        assert same
-        assert equal
-        assert files[0] == ".metadata"
-        assert files[-1] == "layout.json"
-        assert not [name for name in files if "done" in name or "lock" in name]
+    assert told(tmp_path / "plain") == told(tmp_path / "beside")
+    assert all(map(torch.equal, bits(fsdp.load(tmp_path / "beside", like=state)), wanted))
+    files = sorted(os.listdir(tmp_path / "beside"))
+    assert (files[0], files[-1]) == (".metadata", "layout.json")
+    assert not [name for name in files if "done" in name or "lock" in name]
 
 
 def failures(folder: str) -> list[str]:
@@ -144,133 +138,82 @@ def test_what_goes_wrong_is_raised_on_every_rank_in_the_call_or_by_the_future(
     assert sorted(os.listdir(tmp_path)) == ["after", "again", "next", "taken"]
 
 
-def kept(folder: str) -> tuple[list[str], list[str], list[str]]:
-    path = Path(folder)
+@each_rank(2, processes=True)
+def test_the_newest_are_kept_and_those_that_are_being_read(tmp_path: Path) -> None:
     state, model = begun()
-    (path / "best").mkdir(exist_ok=True)
-    (path / "step_note").mkdir(exist_ok=True)
-    found = []
+    for name in ("best", "step_note"):
+        (tmp_path / name).mkdir(exist_ok=True)
     for number in (9, 10, 11):
         state = trained(state, model, 1)
-        (fsdp.save(state, path / f"step_{number}", max_to_keep=2) if number < 11 else
-         fsdp.async_save(state, path / f"step_{number}", max_to_keep=2).result(60))  # fmt: skip
+        (fsdp.save(state, tmp_path / f"step_{number}", max_to_keep=2) if number < 11 else
+         fsdp.async_save(state, tmp_path / f"step_{number}", max_to_keep=2).result(60))  # fmt: skip
     dist.barrier()
-    found.append(sorted(os.listdir(path)))
-    with reading(path / "step_10"):
-        state = trained(state, model, 1)
-        fsdp.save(state, path / "step_12", max_to_keep=1)
+    assert sorted(os.listdir(tmp_path)) == ["best", "step_10", "step_11", "step_note"]
+    with reading(tmp_path / "step_10"):
+        fsdp.save(trained(state, model, 1), tmp_path / "step_12", max_to_keep=1)
         dist.barrier()
-        found.append(sorted(os.listdir(path)))
+        assert sorted(os.listdir(tmp_path)) == ["best", "step_10", "step_12", "step_note"]
         dist.barrier()
-    state = trained(state, model, 1)
-    fsdp.save(state, path / "step_13", max_to_keep=1)
+    fsdp.save(trained(fsdp.newest(state), model, 1), tmp_path / "step_13", max_to_keep=1)
     dist.barrier()
-    found.append(sorted(os.listdir(path)))
-    return found[0], found[1], found[2]
+    assert sorted(os.listdir(tmp_path)) == ["best", "step_13", "step_note"]
 
 
-def test_the_newest_are_kept_and_those_that_are_being_read(tmp_path: Path) -> None:
-    for first, second, third in launch(kept, (str(tmp_path),), nprocs=2):
-        assert first == ["best", "step_10", "step_11", "step_note"]
-        assert second == ["best", "step_10", "step_12", "step_note"]
-        assert third == ["best", "step_13", "step_note"]
-
-
-def stopped(folder: str) -> list[str]:
+@each_rank(2, processes=True)
+def test_an_interrupt_in_the_call_costs_nothing_and_the_pool_grows(tmp_path: Path) -> None:
     """Interrupts wherever the call waits, and a larger state after a smaller one."""
-    path, said = Path(folder), []
     state, _ = begun()
     background = _background.background_of(runtime_of(state.spec.mesh))
-    ask, copy, write = background._ask, background.copy, background.write
+    ask = background._ask
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    def on(request: str) -> Any:
-        return lambda *given: interrupt() if given[0] == request else ask(*given)
+    def joins(*given: Any) -> Any:
+        return interrupt() if given[0] == "join" else ask(*given)
 
-    for name, attribute, put in (
-        ("join", "_ask", on("join")), ("copy", "copy", interrupt), ("write", "write", interrupt)
-    ):  # fmt: skip
-        setattr(background, attribute, put)
-        try:
-            fsdp.async_save(state, path / f"step_{name}")
-        except KeyboardInterrupt:
-            said.append(name)
-        background._ask, background.copy, background.write = ask, copy, write  # type: ignore[method-assign]
+    for attribute, put in (("_ask", joins), ("copy", interrupt), ("write", interrupt)):
+        with mock.patch.object(background, attribute, put), pytest.raises(KeyboardInterrupt):
+            fsdp.async_save(state, tmp_path / f"step_{attribute}")
         dist.barrier()
-        fsdp.async_save(state, path / f"again_{name}").result(60)
-    first = fsdp.async_save(state, path / "first")
+        fsdp.async_save(state, tmp_path / f"again_{attribute}").result(60)
+    first = fsdp.async_save(state, tmp_path / "first")
     assert not first.cancel()
     larger = state._evolve(extras={"seen": torch.zeros(100_000)})
     before = background.pool.place
-    fsdp.async_save(larger, path / "larger").result(60)
+    fsdp.async_save(larger, tmp_path / "larger").result(60)
     assert first.done()
     assert background.pool.place[1] > before[1]
-    there = fsdp.load(path / "larger", like=larger)
-    return [*said, str(torch.equal(there.extras["seen"], larger.extras["seen"]))]
+    there = fsdp.load(tmp_path / "larger", like=larger)
+    assert torch.equal(there.extras["seen"], larger.extras["seen"])
+    assert sorted(os.listdir(tmp_path)) == ["again__ask", "again_copy", "again_write", "first", "larger"]
 
 
-def test_an_interrupt_in_the_call_costs_nothing_and_the_pool_grows(tmp_path: Path) -> None:
-    for said in launch(stopped, (str(tmp_path),), nprocs=2):
-        assert said == ["join", "copy", "write", "True"]
-    names = ["again_copy", "again_join", "again_write", "first", "larger"]
-    assert sorted(os.listdir(tmp_path)) == names
-
-
-def interrupted_while_it_waits(folder: str) -> list[str]:
-    """For the save before: that is still there, and its error too."""
-    path, said = Path(folder), []
+@each_rank(2, processes=True)
+def test_an_interrupt_while_it_waits_for_the_save_before_forgets_nothing(tmp_path: Path) -> None:
+    """That is still there, and its error too."""
     state, _ = begun()
     differs = state._evolve(extras={"seen": torch.full((), dist.get_rank())})
-    future: Any = fsdp.async_save(differs, path / "step_1")
-    exception = Future.exception
-    try:
-        Future.exception = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
-        fsdp.async_save(state, path / "step_2")
-    except KeyboardInterrupt:
-        said.append("interrupted")
-    finally:
-        Future.exception = exception  # type: ignore[method-assign]
-    try:
-        fsdp.async_save(state, path / "step_2")
-    except fsdp.FsdpError as error:
-        said.append(str(error))
-    fsdp.async_save(state, path / "step_2").result(60)
-    return [*said, str(future.done())]
+    future: Any = fsdp.async_save(differs, tmp_path / "step_1")
+    interrupt = mock.patch.object(Future, "exception", side_effect=KeyboardInterrupt)
+    with interrupt, pytest.raises(KeyboardInterrupt):
+        fsdp.async_save(state, tmp_path / "step_2")
+    refused((lambda: fsdp.async_save(state, tmp_path / "step_2"), "the save before this one has failed"))
+    fsdp.async_save(state, tmp_path / "step_2").result(60)
+    assert future.done()
 
 
-def test_an_interrupt_while_it_waits_for_the_save_before_forgets_nothing(tmp_path: Path) -> None:
-    for said in launch(interrupted_while_it_waits, (str(tmp_path),), nprocs=2):
-        assert said[0] == "interrupted"
-        assert "the save before this one has failed" in said[1]
-        assert said[2] == "True"
-
-
-def pruned_meanwhile(folder: str) -> list[str]:
+@each_rank(2, processes=True)
+def test_a_checkpoint_that_was_removed_for_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     """One rank comes late, to a checkpoint that was just removed."""
     state, _ = begun()
-    fsdp.save(state, Path(folder, "step_1"))
-    checkpoint: Any = importlib.import_module("functional_fsdp._io.checkpoint")
-    before, said = checkpoint.reading, []
-
-    def late(path: Path) -> Any:
-        raise CheckpointError("has just been removed")
-
-    if dist.get_rank():
-        checkpoint.reading = late
-    try:
-        fsdp.load(Path(folder, "step_1"), like=state)
-    except CheckpointError as error:
-        said.append(str(error))
-    checkpoint.reading = before
-    assert fsdp.load(Path(folder, "step_1"), like=state).steps == 0
-    return said
-
-
-def test_a_checkpoint_that_was_removed_for_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    for said in launch(pruned_meanwhile, (str(tmp_path),), nprocs=2):
-        assert "has just been removed" in said[0]
+    fsdp.save(state, tmp_path / "step_1")
+    late = CheckpointError("has just been removed")
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank():
+            patch.setattr("functional_fsdp._io.checkpoint.reading", mock.Mock(side_effect=late))
+        refused((lambda: fsdp.load(tmp_path / "step_1", like=state), "has just been removed"))
+    assert fsdp.load(tmp_path / "step_1", like=state).steps == 0
 
 
 def test_checkpoints_of_other_runs_are_not_counted(tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ import signal
 import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import each_rank, launch
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp._common.record import QUEUES
 from functional_fsdp._distributed import ballots as _board
 from functional_fsdp._distributed import groups as _groups
@@ -49,23 +50,20 @@ def ballots(count: int, numbers: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_ballot_has_the_largest_and_the_smallest_also_where_numbers_begin_again(ranks: int) -> None:
-    assert launch(ballots, (200, 6), nprocs=ranks) == [[(ranks * (i + 3), i + 3) for i in range(200)]] * ranks
+    assert (
+        launch(ballots, (200, 6), nprocs=ranks, processes=True)
+        == [[(ranks * (i + 3), i + 3) for i in range(200)]] * ranks
+    )
 
 
-def elsewhere() -> tuple[bool, int]:
-    real = groups.here
-    groups.here = lambda: (f"host{dist.get_rank()}", os.getpid())
-    try:
+@each_rank(2, processes=True)
+def test_ranks_on_several_hosts_vote_by_gloo() -> None:
+    with mock.patch.object(groups, "here", return_value=(f"host{fsdp.local_mesh().get_rank()}", os.getpid())):
         run = Runtime(fsdp.local_mesh())
-    finally:
-        groups.here = real
     before = run.logs["control"].count
     run.compare(run.vote(7))
-    return run.host_vote is None, run.logs["control"].count - before
-
-
-def test_ranks_on_several_hosts_vote_by_gloo() -> None:
-    assert launch(elsewhere, nprocs=2) == [(True, 1)] * 2
+    assert run.host_vote is None
+    assert run.logs["control"].count == before + 1
 
 
 def test_a_process_that_ended_is_told_from_one_that_is_late() -> None:
@@ -104,27 +102,20 @@ def test_of_each_lane_the_last_jobs_are_remembered_and_no_others() -> None:
         assert two.differs(lane, last - RING, 4) is None  # forgotten
 
 
-def described() -> list[int]:
-    """How many descriptors are open, as boards come and go, some of them refused."""
-    run, counts = runtime_of(fsdp.local_mesh()), []
+@each_rank(2, processes=True)
+def test_boards_leave_no_descriptors_open() -> None:
+    """As boards come and go, some of them refused."""
+    run, counts = runtime_of(fsdp.local_mesh()), set()
     for i in range(6):
-        real = boards._mapped
-        if i % 2 and dist.get_rank() == 0:
-            boards._mapped = lambda where, size: mmap.mmap(-1, 0)
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            if i % 2 and dist.get_rank() == 0:
+                patch.setattr(boards, "_mapped", lambda where, size: mmap.mmap(-1, 0))
             host_vote = HostVote.of(run)
-        finally:
-            boards._mapped = real
         assert (host_vote is None) == bool(i % 2)
         del host_vote
         gc.collect()
-        counts.append(len(os.listdir("/proc/self/fd")))
-    return counts
-
-
-def test_boards_leave_no_descriptors_open() -> None:
-    for counts in launch(described, nprocs=2):
-        assert len(set(counts)) == 1
+        counts.add(len(os.listdir("/proc/self/fd")))
+    assert len(counts) == 1
 
 
 def test_only_memory_of_boards_is_mapped(tmp_path: Any) -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn as nn
 from support.chains import mean_square as loss_fn
+from support.driven import refused
+from support.ranks import each_rank, launch
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp.transforms._drive.buffers import _digest
 
@@ -133,45 +134,33 @@ def test_ranks_agree_on_every_kind_of_buffer_and_go_on_so_after_a_load(tmp_path:
             torch.testing.assert_close(mine["mean"], one["mean"], rtol=0, atol=1e-12)
 
 
-def sent(folder: str) -> tuple[list[str], float, float]:
-    """Rank 0 has the values; the other's module was made without memory, and its table is what lay there."""
+@each_rank(2)
+def test_tables_that_one_rank_has_are_sent_or_compared(tmp_path: Path) -> None:
+    """By every transform that drives, again after a refusal, and after a load. Rank 0 has the values; the other's
+    module was made without memory, and its table is what lay there."""
     torch.manual_seed(0)
     module = Counting()
     mesh = fsdp.local_mesh()
     if mesh.get_rank():
         module.table.fill_(3.0)
     params, model = fsdp.functionalize(module)
-    make = lambda every: fsdp.shard(  # noqa: E731
-        params, fsdp.Spec(mesh), fsdp.sgd(lr=0.1), buffers=fsdp.buffers(module, every=every), src=0
-    )
     step = T.forward_backward(model, loss_fn)
-    said = []
+
+    def made(every: bool) -> fsdp.State:
+        buffers = fsdp.buffers(module, every=every)
+        return fsdp.shard(params, fsdp.Spec(mesh), fsdp.sgd(lr=0.1), buffers=buffers, src=0)
 
     def resumed(state: fsdp.State, x: torch.Tensor) -> Any:
-        return T.apply(model)(fsdp.load(fsdp.save(state, Path(folder) / "begun"), state.spec, fsdp.sgd(lr=0.1)), x)
+        return T.apply(model)(fsdp.load(fsdp.save(state, tmp_path / "begun"), state.spec, fsdp.sgd(lr=0.1)), x)
 
     calls: list[Any] = [step, step, T.apply(model), T.per_sample_norms(model, loss_fn), resumed, step]
+    said = "ranks have different buffers 'table', which is not persistent"
     for call in calls:
-        try:
-            call(make(False), batch(0, 0))
-        except fsdp.SpecError as error:
-            said.append(str(error))
-    state = make(True)
-    state, loss = step(state, batch(0, 0))
+        refused((lambda: call(made(False), batch(0, 0)), said, "buffers=fsdp.buffers(module, every=True)"))  # noqa: B023
+    state, loss = step(made(True), batch(0, 0))
     state, mean = fsdp.pmean(state, loss)
-    return said, float(loss), float(mean)
-
-
-def test_tables_that_one_rank_has_are_sent_or_compared(tmp_path: Path) -> None:
-    """By every transform that drives, again after a refusal, and after a load."""
-    (said, loss, mean), (other, theirs, _) = launch(sent, (str(tmp_path),), nprocs=2)
-    assert said == other
-    assert len(said) == 6
-    for text in said:
-        assert "ranks have different buffers 'table', which is not persistent" in text
-        assert "buffers=fsdp.buffers(module, every=True)" in text
     torch.manual_seed(0)
-    assert loss == theirs == mean == float(loss_fn(Counting(), batch(0, 0)).detach())
+    assert float(loss) == float(mean) == float(loss_fn(Counting(), batch(0, 0)).detach())
 
 
 @pytest.mark.parametrize("how", ["in place", "data", "data ="])

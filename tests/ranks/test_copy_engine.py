@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,10 +22,13 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 from support.copies import COPIES, copied, gradients, on_two_axes, ones, other_weights
+from support.driven import raised
 from support.problems import Stack, batch, loss_fn, mesh_and_placement, net, through_the_stack
+from support.ranks import each_rank
+from support.traffic import issued
 
 import functional_fsdp as fsdp
-from functional_fsdp import Precision, Schedule, Spec, SpecError, launch
+from functional_fsdp import Precision, Schedule, Spec, launch
 from functional_fsdp import transforms as T
 from functional_fsdp._common.record import Collective
 from functional_fsdp._storage.weights import without
@@ -44,25 +48,19 @@ def counted(
     params, _ = fsdp.functionalize(Stack(32, 4))
     spec = Spec(mesh, placement, precision=precision, schedule=Schedule(prefetch=prefetch), transport="copy_engine")
     state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
-    lanes: Any = state._executor.run.lanes
-    real = lanes.collective
 
-    def counting(hop: Collective, out: torch.Tensor, *args: Any) -> Any:
+    def counting(hop: Collective, out: torch.Tensor, given: torch.Tensor) -> None:
         if hop.kind == "barrier" or out.numel() > 64:
             counts[hop.kind] += 1
-        return real(hop, out, *args)
 
-    lanes.collective = counting
-    try:
+    with issued(state, counting):
         for _ in range(2):
             counts.clear()
             state, _ = through_the_stack(state, ones(state))
             passes = dict(counts)
             counts.clear()
             state = fsdp.step(state)
-        return passes, dict(counts), len(state.units), len(state.cursor.plan.gathers)
-    finally:
-        del lanes.collective
+    return passes, dict(counts), len(state.units), len(state.cursor.plan.gathers)
 
 
 @pytest.mark.parametrize(
@@ -135,38 +133,6 @@ class Uneven(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, 32, bias=False) for width in widths)
 
 
-def gone_through(widths: tuple[int, ...], prefetch: int, evaluations: int, microbatches: int, two: bool) -> list[str]:
-    """Weights that were not what they should be, in two steps with evaluations before them; peers read slowly."""
-    params, _ = fsdp.functionalize(Uneven(widths))
-    generator = torch.Generator().manual_seed(0)
-    params = {path: torch.randn(p.shape, generator=generator) for path, p in params.items()}
-    mesh = fsdp.local_mesh(a=2, b=2) if two else fsdp.local_mesh()
-    rules = {"layers.[02]*": fsdp.zero3("a"), "*": fsdp.zero3("b")} if two else None
-    spec = Spec(mesh, rules, schedule=Schedule(prefetch=prefetch, debug=True), transport="copy_engine")
-    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.0))
-    slow, wrong, real = random.Random(dist.get_rank()), [], RemoteRead.read
-
-    def read(self: RemoteRead) -> None:
-        time.sleep(0.01 * (slow.random() < 0.3))
-        real(self)
-
-    RemoteRead.read = read  # type: ignore[method-assign]
-    try:
-        for _ in range(2):
-            forward = [(unit, False) for unit in state.units]
-            backward = [(unit, True) for unit in reversed(state.units)]
-            for unit, trains in forward * evaluations + (forward + backward) * microbatches:
-                state, w = fsdp.unshard(state, unit)
-                wrong += [unit for key, weight in w.items() if not torch.equal(weight, params[f"{unit}.{key}"])]
-                if trains:
-                    state = fsdp.reduce(state, {key: torch.ones_like(weight) for key, weight in w.items()}, unit)
-                state = fsdp.release(state, unit)
-            state = fsdp.step(state)
-    finally:
-        RemoteRead.read = real  # type: ignore[method-assign]
-    return wrong
-
-
 @pytest.mark.parametrize(
     ("widths", "prefetch", "evaluations", "microbatches", "two"),
     [
@@ -174,11 +140,36 @@ def gone_through(widths: tuple[int, ...], prefetch: int, evaluations: int, micro
         ((16, 64, 32, 256), 2, 2, 2, False), ((64, 16, 32, 48, 80), 1, 0, 1, True),
     ],
 )  # fmt: skip
+@each_rank(4, processes=True)
 def test_units_of_many_sizes(
     widths: tuple[int, ...], prefetch: int, evaluations: int, microbatches: int, two: bool
 ) -> None:
-    """Places overlap in part, differently for each rank's slice."""
-    assert launch(gone_through, (widths, prefetch, evaluations, microbatches, two), nprocs=4) == [[]] * 4
+    """Places overlap in part, differently for each rank's slice. Two steps with evaluations before them; peers read
+    slowly."""
+    params, _ = fsdp.functionalize(Uneven(widths))
+    generator = torch.Generator().manual_seed(0)
+    params = {path: torch.randn(p.shape, generator=generator) for path, p in params.items()}
+    mesh = fsdp.local_mesh(a=2, b=2) if two else fsdp.local_mesh()
+    rules = {"layers.[02]*": fsdp.zero3("a"), "*": fsdp.zero3("b")} if two else None
+    spec = Spec(mesh, rules, schedule=Schedule(prefetch=prefetch, debug=True), transport="copy_engine")
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.0))
+    slow, real = random.Random(dist.get_rank()), RemoteRead.read
+
+    def read(self: RemoteRead) -> None:
+        time.sleep(0.01 * (slow.random() < 0.3))
+        real(self)
+
+    forward = [(unit, False) for unit in state.units]
+    backward = [(unit, True) for unit in reversed(state.units)]
+    with mock.patch.object(RemoteRead, "read", read):
+        for _ in range(2):
+            for unit, trains in forward * evaluations + (forward + backward) * microbatches:
+                state, w = fsdp.unshard(state, unit)
+                assert all(torch.equal(weight, params[f"{unit}.{key}"]) for key, weight in w.items())
+                if trains:
+                    state = fsdp.reduce(state, {key: torch.ones_like(weight) for key, weight in w.items()}, unit)
+                state = fsdp.release(state, unit)
+            state = fsdp.step(state)
 
 
 @given(st.integers(0, 20), st.integers(1, 20), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)), max_size=5))
@@ -205,10 +196,11 @@ def test_a_gather_reads_the_weights_that_the_state_has() -> None:
         assert seen == pytest.approx([seen[0]] * len(seen), rel=1e-5)
 
 
-def stopped_in_slabs(after: int) -> tuple[int, bool]:
+@pytest.mark.parametrize("after", [1, 2])
+@each_rank(2, processes=True)
+def test_a_rank_that_was_stopped_where_slabs_are_made_has_them_made_with_all_others(after: int) -> None:
     """In a driven model's first step rank 1 is stopped after so many memories: the others may have them all."""
-    module = net(torch.float32)
-    params, model = fsdp.functionalize(module)
+    params, model = fsdp.functionalize(net(torch.float32))
     kinds: list[dict[str, Any]] = [COPIES, {}]
     states = [fsdp.shard(params, Spec(fsdp.local_mesh(), **s), fsdp.sgd(0.1)) for s in kinds]
     step = T.forward_backward(model, loss_fn)
@@ -218,32 +210,22 @@ def stopped_in_slabs(after: int) -> tuple[int, bool]:
     def stopped(self: Any, *args: Any) -> None:
         peer_memory(self, *args)
         left[0] -= 1
-        if left[0] == 0:
+        if left[0] == 0 and dist.get_rank() == 1:
             raise KeyboardInterrupt
 
     copies: Any = states[0]._executor.carrier
     copies.stages.clear()
     copies.whole, states[0]._executor.shares = None, None  # all are to be made
-    if dist.get_rank() == 1:
-        PeerMemory.__init__ = stopped  # type: ignore[method-assign, assignment]
-    done = []
-    try:
-        for state in states:
-            while True:
-                try:
-                    done.append(fsdp.step(step(state, data)[0]))
-                    break
-                except (KeyboardInterrupt, fsdp.RestartError):
-                    met += 1
-    finally:
-        PeerMemory.__init__ = peer_memory  # type: ignore[method-assign]
+    done: list[fsdp.State] = []
+    with mock.patch.object(PeerMemory, "__init__", stopped):
+        while len(done) < len(states):
+            try:
+                done.append(fsdp.step(step(states[len(done)], data)[0]))
+            except (KeyboardInterrupt, fsdp.RestartError):
+                met += 1
     mine, theirs = (fsdp.full_params(state) for state in done)
-    return met, all(torch.allclose(mine[path], theirs[path], atol=1e-6) for path in mine)
-
-
-@pytest.mark.parametrize("after", [1, 2])
-def test_a_rank_that_was_stopped_where_slabs_are_made_has_them_made_with_all_others(after: int) -> None:
-    assert launch(stopped_in_slabs, (after,), nprocs=2, timeout=20) == [(1, True)] * 2
+    assert met == 1
+    assert all(torch.allclose(mine[path], theirs[path], atol=1e-6) for path in mine)
 
 
 def test_copies_and_checkpoints_go_on_alike(tmp_path: Path) -> None:
@@ -262,23 +244,22 @@ class Three(nn.Module):
         )
 
 
-def began_anew(turned: bool) -> int:
+@pytest.mark.parametrize("turned", [False, True])
+@each_rank(4, processes=True)
+def test_a_rank_that_begins_anew_takes_barriers_and_collectives_in_the_order_of_the_others(turned: bool) -> None:
     """Rank 3 comes to one gather, and then begins anew, while the others wait in the second; buckets of a unit have one
     hop by reading, and two by collectives, in the same order of axes or turned."""
     params, _ = fsdp.functionalize(Three())
     if not turned:  # of another dtype: a bucket of its own
         params = {path: p.double() if path.endswith("v") else p for path, p in params.items()}
     rules = {"*.w": fsdp.zero3("a"), "*.u": fsdp.zero3("a", "b"), "*.v": fsdp.zero3(*("ba" if turned else "ab"))}
-    schedule = Schedule(prefetch=0)
-    state = fsdp.shard(
-        params, Spec(fsdp.local_mesh(a=2, b=2), rules, schedule=schedule, transport="copy_engine"), fsdp.sgd(lr=0.1)
-    )
+    spec = Spec(fsdp.local_mesh(a=2, b=2), rules, schedule=Schedule(prefetch=0), transport="copy_engine")
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
 
     def forward(units: int) -> None:
         middle = state
         for unit in state.units[:units]:
-            middle, _ = fsdp.unshard(middle, unit)
-            middle = fsdp.release(middle, unit)
+            middle = fsdp.release(fsdp.unshard(middle, unit)[0], unit)
 
     met = 0
     if dist.get_rank() == 3:
@@ -288,54 +269,39 @@ def began_anew(turned: bool) -> int:
     while True:
         try:
             forward(5)
-            return met
+            break
         except fsdp.RestartError:
             met += 1
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_rank_that_begins_anew_takes_barriers_and_collectives_in_the_order_of_the_others(turned: bool) -> None:
-    assert launch(began_anew, (turned,), nprocs=4) == [1] * 4
+    assert met == 1
 
 
 # ---------------------------------------------------------------- what a machine may lack
 
 
-def on_hosts(preset: str, hosts: str) -> str:
-    """What `shard` says where ranks believe that they are on these hosts."""
-    real = socket.gethostname
-    socket.gethostname = lambda: hosts.split()[dist.get_rank()]
-    try:
+@pytest.mark.parametrize(
+    ("ranks", "preset", "hosts", "said"),
+    [
+        (2, "zero3", "host0 host1", "along 'data' they are on host0, host1"),
+        (4, "hsdp", "a a b b", ""),  # only axes that are read must be on one host: the outer one goes by collectives
+        (4, "hsdp", "a a a b", "along 'shard' they are on a, b"),  # and all ranks hear of it
+    ],
+)
+@each_rank("ranks", processes=True)
+def test_ranks_on_several_hosts_are_an_error_that_names_them(ranks: int, preset: str, hosts: str, said: str) -> None:
+    host = hosts.split()[fsdp.local_mesh().get_rank()]
+    with mock.patch.object(socket, "gethostname", return_value=host):
         mesh, placement = mesh_and_placement(preset)
-        fsdp.shard({"w": torch.ones(4)}, Spec(mesh, placement, **COPIES), fsdp.sgd(lr=0.1))
-    except SpecError as error:
-        return str(error)
-    finally:
-        socket.gethostname = real
-    return ""
+        text = raised(lambda: fsdp.shard({"w": torch.ones(4)}, Spec(mesh, placement, **COPIES), fsdp.sgd(lr=0.1)))
+    assert said in text
+    assert bool(text) == bool(said) == ("transport='collective'" in text)
 
 
-def test_ranks_on_several_hosts_are_an_error_that_names_them() -> None:
-    for text in launch(on_hosts, ("zero3", "host0 host1"), nprocs=2):
-        assert "along 'data' they are on host0, host1" in text
-        assert "transport='collective'" in text
-
-
-def test_only_axes_that_are_read_must_be_on_one_host_and_all_ranks_hear_of_it() -> None:
-    assert launch(on_hosts, ("hsdp", "a a b b"), nprocs=4) == [""] * 4  # the outer axis goes by collectives
-    for text in launch(on_hosts, ("hsdp", "a a a b"), nprocs=4):
-        assert "along 'shard' they are on a, b" in text
-
-
-def looked_at_a_copy() -> str:
+@each_rank(2, processes=True)
+def test_one_rank_may_look_at_a_copy() -> None:
     params, _ = fsdp.functionalize(Stack(32, 3))
     state = fsdp.shard(params, Spec(fsdp.local_mesh(), **COPIES), fsdp.sgd(lr=0.1))
     twin = copy.deepcopy(state)
-    return repr(twin.cursor) if dist.get_rank() == 0 else ""
-
-
-def test_one_rank_may_look_at_a_copy() -> None:
-    assert "layers.0" in launch(looked_at_a_copy, nprocs=2)[0]
+    assert dist.get_rank() or "layers.0" in repr(twin.cursor)
 
 
 def test_nothing_stays_in_shared_memory() -> None:
