@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from support.presets import AXES, PRESETS, ranks_of
-from support.problems import batch, loss_fn, mesh_and_placement, net
-from support.ranks import launch
+from support.problems import DEPTH, batch, loss_fn, mesh_and_placement, net
+from support.ranks import each_rank, launch
 from support.strays import strays
 from support.streams import ordered
 from support.tables import FULL, marked
@@ -27,7 +27,7 @@ WAYS = ("driven", "compiled units", "whole step", "whole tree", "poisoned", "cop
 
 
 def start(preset: str, once: bool, way: str = "") -> tuple[fsdp.State, Any]:
-    params, model = fsdp.functionalize(net(torch.float32))
+    params, model = fsdp.functionalize(net(torch.float32, 1 if way == "whole step" else DEPTH))  # tracing takes time
     mesh, _ = mesh_and_placement(preset)
     kind = "pinned_host" if way == "in the host's memory" else "device"
     spec = fsdp.Spec(
@@ -100,32 +100,27 @@ def test_bits_are_those_of_gathers_that_cast(preset: str, way: str) -> None:
         assert right
 
 
-def beside(preset: str) -> tuple[bool, int, list[str]]:
-    """Whether copies are right after steps that update beside the backward, how many they renewed there, and what
-    raced."""
+@pytest.mark.parametrize(("preset", "ranks"), [("zero3", 2), ("hfsdp", 4), ("zero2", 2)])
+@each_rank("ranks", processes=True)
+def test_copies_are_renewed_where_updates_run(preset: str, ranks: int) -> None:
+    """In steps that update beside the backward."""
     with ordered() as order:
         params, model = fsdp.functionalize(net(torch.float32))
         mesh, _ = mesh_and_placement(preset)
         placement, schedule = getattr(fsdp, preset)(*AXES[preset]), fsdp.Schedule(overlap_update=True)
         state = fsdp.shard(params, fsdp.Spec(mesh, placement, precision=ONCE, schedule=schedule), fsdp.adamw(lr=1e-2))
-        call, right, renewed = T.forward_backward(model, loss_fn), True, 0
+        call, renewed = T.forward_backward(model, loss_fn), 0
         for i in range(STEPS):
             state, _ = call(state, batch(i, dist.get_rank(), 0))
             state = fsdp.step(state)
-            right = right and up_to_date(state)
+            assert up_to_date(state)
             renewed += len(state._executor.sink.renewed)
-        return right, renewed, order.races
-
-
-@pytest.mark.parametrize("preset", ["zero3", "hfsdp", "zero2"])
-def test_copies_are_renewed_where_updates_run(preset: str) -> None:
-    for right, renewed, races in launch(beside, (preset,), nprocs=ranks_of(preset), processes=True):
-        assert right
         assert bool(renewed) == (preset == "zero3")  # else copies are gathered, too
-        assert not races
+        assert not order.races
 
 
-def carried(folder: Path) -> list[str]:
+@each_rank(2)
+def test_copies_follow_whatever_changes_main_weights(tmp_path: Path) -> None:
     state, model = start("zero3", True)
     call, mesh = T.forward_backward(model, loss_fn), fsdp.local_mesh()
 
@@ -133,28 +128,7 @@ def carried(folder: Path) -> list[str]:
         return fsdp.step(call(state, batch(i, dist.get_rank(), 0))[0], **more)
 
     specs = [fsdp.Spec(mesh, fsdp.zero2("data"), precision=ONCE), fsdp.Spec(mesh, precision=ONCE)]
-    return strays(state, stepped, up_to_date, folder, [*specs, fsdp.Spec(mesh, precision=CASTS)])[0]
-
-
-def test_copies_follow_whatever_changes_main_weights(tmp_path: Path) -> None:
-    assert launch(carried, (tmp_path,), nprocs=2) == [[], []]
-
-
-def casts() -> tuple[int, int]:
-    """How many casts a step's gathers make, with copies and without."""
-    found = []
-    for once in (True, False):
-        state, model = start("zero3", once, "copies")
-        call = T.forward_backward(model, loss_fn)
-        for i in range(2):
-            state, _ = call(state, batch(i, dist.get_rank(), 0))
-            state = fsdp.step(state)
-        with Copies() as seen:
-            for unit in state.units:
-                state, _ = fsdp.unshard(state, unit)
-                state = fsdp.release(state, unit)
-        found.append(seen.casts)
-    return found[0], found[1]
+    assert strays(state, stepped, up_to_date, tmp_path, [*specs, fsdp.Spec(mesh, precision=CASTS)])[0] == []
 
 
 class Copies(torch.utils._python_dispatch.TorchDispatchMode):
@@ -168,10 +142,17 @@ class Copies(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@each_rank(2, processes=True)
 def test_gathers_cast_nothing() -> None:
-    for once, casting in launch(casts, nprocs=2):
-        assert once == 0
-        assert casting > 0
+    for once in (True, False):
+        state, model = start("zero3", once, "copies")
+        call = T.forward_backward(model, loss_fn)
+        for i in range(2):
+            state = fsdp.step(call(state, batch(i, dist.get_rank(), 0))[0])
+        with Copies() as seen:
+            for unit in state.units:
+                state = fsdp.release(fsdp.unshard(state, unit)[0], unit)
+        assert (seen.casts == 0) is once
 
 
 def test_it_is_said_what_it_takes() -> None:

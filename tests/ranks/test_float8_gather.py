@@ -7,7 +7,6 @@ import pickle
 import re
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,22 +16,24 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from support.by_hand import step_by_hand
+from support.by_hand import passes_by_hand
 from support.chains import Chain
 from support.commands import TORCHAO
 from support.problems import mesh_and_placement
-from support.ranks import launch
+from support.ranks import each_rank, launch
+from support.scenario import Scenario, Seen, alike, run
 from support.strays import strays
 from support.tables import FULL
+from support.traffic import issued
 
 import functional_fsdp as fsdp
 from functional_fsdp import extend
 from functional_fsdp import transforms as T
+from functional_fsdp._common.record import Collective
 
 STEPS, E4M3 = 3 if FULL else 2, torch.float8_e4m3fn
 PLAIN = fsdp.Precision(compute=torch.bfloat16)
 RULES = {"blocks.*.weight": fsdp.Precision(compute=torch.bfloat16, gather=E4M3), "*": PLAIN}
-Result = tuple[list[float], dict[str, torch.Tensor]]
 
 
 def net() -> nn.Module:
@@ -67,29 +68,12 @@ def start(in_float8: bool, preset: str = "zero3", optimizer: Any = None, **spec:
     return fsdp.shard(params, fsdp.Spec(mesh, placement, precision=precision, **spec), chosen), skeleton
 
 
-def driven(
-    in_float8: bool, preset: str, compile: Any, transport: str, debug: bool = False, again: bool = False
-) -> Result:
-    schedule = fsdp.Schedule(debug=debug)
-    state, skeleton = start(in_float8, preset, transport=transport, schedule=schedule)
-    model = T.remat(skeleton, "blocks.*") if again else skeleton
-    step, losses = T.forward_backward(model, loss_fn, compile=compile), []
-    for i in range(STEPS):
-        state, loss = step(state, batch(i))
-        state = fsdp.step(state)
-        losses.append(loss.item())
-    return losses, fsdp.full_params(state)
-
-
 def in_bfloat16(grads: dict[str, torch.Tensor]) -> None:
     assert all(g.dtype is torch.bfloat16 and type(g) is torch.Tensor for g in grads.values())
 
 
-def by_hand(in_float8: bool, order: Any = None) -> Result:
-    state, model = start(in_float8, schedule=fsdp.Schedule(order=order))
-    losses = []
-
-    def stage(unit: str, x: torch.Tensor) -> Any:
+def by_hand(model: Any, state: fsdp.State, x: torch.Tensor, last: bool) -> tuple[fsdp.State, torch.Tensor]:
+    def stage(unit: str) -> Any:
         part = model.get_submodule(unit)
 
         def run(w: Any, h: torch.Tensor) -> torch.Tensor:
@@ -101,37 +85,33 @@ def by_hand(in_float8: bool, order: Any = None) -> Result:
 
         return run
 
-    for i in range(STEPS):
-        x = batch(i)
-        state, loss = step_by_hand(state, partial(stage, x=x), x, in_bfloat16)
-        losses.append(loss.item())
-    return losses, fsdp.full_params(state)
+    return passes_by_hand(state, stage, x, in_bfloat16)
 
 
-def whole(in_float8: bool) -> Result:
-    state, model = start(in_float8)
-    losses = []
-    for i in range(STEPS):
-        state, params = fsdp.unshard(state)
-        leaves = {path: w.detach().requires_grad_() for path, w in params.items()}
-        loss = loss_fn(fsdp.bind(model, leaves), batch(i))
-        grads = torch.autograd.grad(loss, [*leaves.values()])
-        state = fsdp.step(fsdp.reduce(state, dict(zip(leaves, grads, strict=True))))
-        losses.append(loss.item())
-    return losses, fsdp.full_params(state)
+def whole(model: Any, state: fsdp.State, x: torch.Tensor, last: bool) -> tuple[fsdp.State, torch.Tensor]:
+    state, params = fsdp.unshard(state)
+    leaves = {path: w.detach().requires_grad_() for path, w in params.items()}
+    loss = loss_fn(fsdp.bind(model, leaves), x)
+    grads = torch.autograd.grad(loss, [*leaves.values()])
+    return fsdp.reduce(state, dict(zip(leaves, grads, strict=True))), loss.detach()
 
 
-WAYS: dict[str, Any] = {
-    "zero3": lambda on: driven(on, "zero3", False, "collective"),
-    "zero2": lambda on: driven(on, "zero2", False, "collective"),
-    "ddp": lambda on: driven(on, "ddp", False, "collective"),
-    "compiled units": lambda on: driven(on, "zero3", {"backend": "aot_eager"}, "collective"),
-    "copies, poisoned": lambda on: driven(on, "zero3", False, "copy_engine", debug=True),
-    "recomputed": lambda on: driven(on, "zero3", False, "collective", again=True),
-    "by hand": by_hand,
-    "recorded": lambda on: by_hand(on, "recorded"),  # in its first step no plan names a use
-    "whole": whole,
-}
+ZERO3 = Scenario(
+    model=made, loss_fn=loss_fn, data=lambda step, rank, micro: batch(step), spec={"precision": PLAIN},
+    optimizer=(lambda: fsdp.adamw(lr=0.01), None), steps=STEPS,
+)  # fmt: skip
+POISONED = {"precision": PLAIN, "transport": "copy_engine", "schedule": fsdp.Schedule(debug=True)}
+WAYS = {
+    "zero3": ZERO3, "zero2": replace(ZERO3, preset="zero2"), "ddp": replace(ZERO3, preset="ddp"),
+    "compiled units": replace(ZERO3, options={"compile": {"backend": "aot_eager"}}),
+    "copies, poisoned": replace(ZERO3, spec=POISONED),
+    "recomputed": replace(ZERO3, change=lambda model: T.remat(model, "blocks.*")),
+    "by hand": replace(ZERO3, loop=by_hand),
+    "recorded": replace(  # in its first step no plan names a use
+        ZERO3, loop=by_hand, spec={"precision": PLAIN, "schedule": fsdp.Schedule(order="recorded")}
+    ),
+    "whole": replace(ZERO3, loop=whole),
+}  # fmt: skip
 QUICK = [*WAYS] if FULL else ["zero3", "compiled units", "copies, poisoned", "recomputed", "recorded", "whole"]
 
 
@@ -191,37 +171,29 @@ def nothing_cast_back() -> Any:
     return patch.object(fsdp.Float8Weight, "dequantized", refuse)
 
 
-def compared() -> dict[str, tuple[Result, Result]]:
-    """Each way in bfloat16 and in float8."""
-    return {name: (WAYS[name](False), WAYS[name](True)) for name in QUICK}
+def as_in_bfloat16(one: Scenario) -> Seen:
+    seen = run(replace(one, spec={**one.spec, "precision": RULES}))
+    alike(seen, run(one), 0)
+    return seen
 
 
-def two_axes(preset: str) -> dict[str, tuple[Result, Result]]:
-    with nothing_cast_back():
-        return {preset: (driven(False, preset, False, "collective"), driven(True, preset, False, "collective"))}
-
-
-def differ(found: dict[str, tuple[Result, Result]]) -> list[str]:
-    return [
-        name
-        for name, ((losses, weights), (theirs, others)) in found.items()
-        if losses != theirs or any(not torch.equal(weight, others[path]) for path, weight in weights.items())
-    ]
+def compared() -> None:
+    for name in QUICK:
+        losses = as_in_bfloat16(WAYS[name]).losses
+        assert losses[-1] < losses[0]
 
 
 def test_bits_are_those_of_bfloat16_gathers_that_are_cast_at_use() -> None:
     """On ranks that take turns, which compile units once; on two axes, below, they are processes."""
     with nothing_cast_back():
-        ranks = fsdp.launch(compared, nprocs=2, simulate=not FULL)
-    for found in ranks:
-        assert differ(found) == []
-        assert found["zero3"][0][0][-1] < found["zero3"][0][0][0]
+        fsdp.launch(compared, nprocs=2, simulate=not FULL)
 
 
 @pytest.mark.parametrize("preset", [pytest.param("hsdp", marks=pytest.mark.large), "hfsdp"])
+@each_rank(4, processes=True)
 def test_bits_on_two_axes(preset: str) -> None:
-    for found in launch(two_axes, (preset,), nprocs=4, processes=True):
-        assert differ(found) == []
+    with nothing_cast_back():
+        as_in_bfloat16(replace(ZERO3, preset=preset))
 
 
 # ---------------------------------------------------------------- states
@@ -273,19 +245,13 @@ def travelled(in_float8: bool) -> tuple[dict[str, list[int]], int, int]:
     step = T.forward_backward(skeleton, loss_fn)
     state = fsdp.step(step(state, batch(0))[0])  # the first step looks at the order of use
     seen: dict[str, list[int]] = {}
-    lanes: Any = state._executor.run.lanes
-    real = lanes.collective
 
-    def counting(hop: Any, out: torch.Tensor, given: torch.Tensor, group: Any) -> Any:
+    def counting(hop: Collective, out: torch.Tensor, given: torch.Tensor) -> None:
         seen.setdefault(f"{hop.kind} {hop.op}".strip(), []).append(hop.nbytes)
         assert hop.nbytes == max(t.numel() * t.element_size() for t in (out, given))
-        return real(hop, out, given, group)
 
-    lanes.collective = counting
-    try:
+    with issued(state, counting):
         state = fsdp.step(step(state, batch(1))[0])
-    finally:
-        del lanes.collective
     return seen, state.cursor.plan.arena, sum(buffer.local.nbytes for buffer in state.weights.values())
 
 
