@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from support.driven import refused
+from support.ranks import each_rank, launch
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 
 PAUSE = 0.02  # seconds: more than anything else here takes
@@ -94,7 +95,7 @@ def beside_one_that_does_not_ask(pause: float) -> tuple[bool, Any]:
 
 
 def test_each_class_and_the_whole_are_timed_and_nothing_changes() -> None:
-    for same, report in launch(beside_one_that_does_not_ask, (PAUSE / 2,), nprocs=2):
+    for same, report in launch(beside_one_that_does_not_ask, (PAUSE / 2,), nprocs=2, processes=True):
         assert same
         sluggish, quick = report.classes
         assert (sluggish.name, sluggish.paths) == ("Sluggish", ("1", "3"))
@@ -105,9 +106,9 @@ def test_each_class_and_the_whole_are_timed_and_nothing_changes() -> None:
         assert quick.eager >= PAUSE / 2 > quick.compiled
 
 
-def of_named_modules() -> tuple[Any, str, int]:
-    """The report of modules that `compile_units` named; and after one that an exception has stopped, its text, and how
-    often compiled code runs in the next step."""
+@each_rank(1)
+def test_named_modules_and_an_exception_in_the_middle() -> None:
+    """Of modules that `compile_units` named; after an exception their compiled code runs in the next step."""
     module = model(0.0)
     params, skeleton = fsdp.functionalize(module)
     spec = fsdp.Spec(fsdp.local_mesh("cpu", data=-1))
@@ -122,19 +123,14 @@ def of_named_modules() -> tuple[Any, str, int]:
 
     run = T.forward_backward(T.compile_units(skeleton, "2", "4", backend=pausing), loss_fn)
     state, report = T.compile_report(run, state, torch.ones(4, 6), rounds=1)
+    assert [(one.name, one.paths) for one in report.classes] == [("Quick", ("2", "4"))]
     fails.append("the loss function's own")
-    with pytest.raises(KeyError) as error:
+    with pytest.raises(KeyError, match="the loss function's own"):
         T.compile_report(run, state, torch.ones(4, 6), rounds=1)
     state = fsdp.drop_gradients(state)
     ran = CALLS[1]
     fsdp.step(run(state, torch.ones(4, 6))[0])
-    return report, str(error.value), CALLS[1] - ran
-
-
-def test_named_modules_and_an_exception_in_the_middle() -> None:
-    ((report, said, ran),) = launch(of_named_modules, nprocs=1)
-    assert [(one.name, one.paths) for one in report.classes] == [("Quick", ("2", "4"))]
-    assert (said, ran) == ('"the loss function\'s own"', 2)
+    assert CALLS[1] == ran + 2
 
 
 def text(eager: float, compiled: float, *classes: tuple[str, float, float]) -> str:
@@ -160,20 +156,12 @@ def test_what_a_report_says() -> None:
     assert text(0.1, 0.1, fast, ("Tiny", 1e-5, 4e-5)).endswith("Nothing is slower compiled.")
 
 
-def refused() -> list[str]:
+@each_rank(1)
+def test_what_is_not_compiled_is_refused() -> None:
     params, skeleton = fsdp.functionalize(nn.Linear(3, 3))
     state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh("cpu", data=-1)), fsdp.sgd(lr=0.1))
-    said = []
-    for given in (skeleton, T.forward_backward(skeleton, lambda model, x: model(x).sum())):
-        with pytest.raises(fsdp.SpecError) as error:
-            T.compile_report(given, state, torch.ones(2, 3))  # type: ignore[arg-type]
-        said.append(str(error.value))
-    return said
-
-
-def test_what_is_not_compiled_is_refused() -> None:
-    ((other, eager),) = launch(refused, nprocs=1)
-    assert other.startswith("compile_report: the first argument is a Linear; expected what T.forward_backward(")
-    assert eager.startswith(
-        "compile_report: nothing is compiled here. Give T.forward_backward(model, loss_fn, compile="
-    )
+    eager, report = T.forward_backward(skeleton, lambda model, x: model(x).sum()), T.compile_report
+    said = "compile_report: the first argument is a Linear; expected what T.forward_backward("
+    none = "compile_report: nothing is compiled here. Give T.forward_backward(model, loss_fn, compile="
+    for given, text in ((skeleton, said), (eager, none)):
+        refused((lambda: report(given, state, torch.ones(2, 3)), text))  # type: ignore[arg-type]  # noqa: B023
