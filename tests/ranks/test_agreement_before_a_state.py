@@ -389,4 +389,7 @@ def stopped_between(call: str) -> list[str]:
 
 @pytest.mark.parametrize("call", ["shard", "init", "replace_params"])
 def test_a_rank_that_is_stopped_between_the_parts_of_a_call_is_met(call: str) -> None:
-    assert launch(stopped_between, (call,), nprocs=2) == [["RestartError", "done"], ["MemoryError", "done"]]
+    assert launch(stopped_between, (call,), nprocs=2, processes=True) == [
+        ["RestartError", "done"],
+        ["MemoryError", "done"],
+    ]
