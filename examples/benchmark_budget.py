@@ -12,6 +12,7 @@
 | attn saved    | `T.remat(model, "blocks.*", save=("attn",))`                                            |
 | mlp offloaded | `T.remat(model, "blocks.*", save=("attn",), offload=("mlp",))`                          |
 | offloaded     | `T.offload(model, "blocks.*")`                                                          |
+| products      | `T.remat(model, "blocks.*", products=("attn", "mlp"))`; no budget is taken from it      |
 | budget: name  | what `T.budget` chooses with the peak of that row as its budget                         |
 
 A list that fits a budget may be used there, so each budget is compared with the fastest list whose peak is no larger.
@@ -48,6 +49,8 @@ LISTS: dict[str, Callable[[nn.Module, Shape], nn.Module]] = {
     "mlp offloaded": lambda model, shape: T.remat(model, "blocks.*", save=("attn",), offload=("mlp",)),
     "offloaded": lambda model, shape: T.offload(model, "blocks.*"),
 }
+PRODUCTS = "products"
+MORE = LISTS | {PRODUCTS: lambda model, shape: T.remat(model, "blocks.*", products=("attn", "mlp"))}
 
 
 def measured(
@@ -118,7 +121,8 @@ def main() -> None:
     add("--steps", type=int, default=8)
     add("--graph", action="store_true", help="each step as a CUDA graph")
     add("--compile", action="store_true", help="blocks compiled")
-    add("--lists", nargs="*", choices=tuple(LISTS), default=list(LISTS))
+    add("--lists", nargs="*", choices=tuple(MORE), default=list(LISTS))
+    add("--budgets", nargs="*", choices=tuple(LISTS), help="the lists whose peaks are budgets; default: all")
     add("--json", type=Path)
     args = parser.parse_args()
     shape = MODELS[args.model]
@@ -132,12 +136,12 @@ def main() -> None:
             args.json.write_text(json.dumps(rows, indent=1))
 
     for name in args.lists:
-        keep(name, measured(lambda model, name=name: LISTS[name](model, shape), shape, args))  # type: ignore[misc]
-    lists = dict(rows)
+        keep(name, measured(lambda model, name=name: MORE[name](model, shape), shape, args))  # type: ignore[misc]
+    lists = {name: found for name, found in rows.items() if name != PRODUCTS}
     last = lists["none"]["predicted"] if "none" in lists else 0
     for name, given in sorted(lists.items(), key=lambda item: -item[1]["predicted"]):
         budget = given["predicted"]
-        if 0.99 * last < budget <= last:
+        if 0.99 * last < budget <= last or (args.budgets is not None and name not in args.budgets):
             continue
         last = budget
         beside = min((one for one in lists if lists[one]["predicted"] <= budget), key=lambda one: lists[one]["ms"])

@@ -1,7 +1,7 @@
 """budget: what each block keeps, recomputes or moves, chosen so that a step's peak stays within a number of bytes.
 
-rehearsals   as it is │ all blocks recompute │ all but attn │ all but mlp ...    bytes kept, seconds, of a block
-choice       the first k blocks one way, the others another, least seconds that free enough
+rehearsals   as it is │ all blocks recompute │ all but attn │ all but the products of attn ...    bytes kept, seconds
+choice       some blocks moved, some one way, the others another, least seconds that free enough
 rehearsal    of that choice: its peak, to the byte; the next one if it is over the budget
 """
 
@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=nn.Module)
 TRIES = 6  # exact peaks that are looked at
 SHARE = 0.05  # of a block's weights that a part has to have to be chosen apart
-HIDDEN = 0.8  # of the forward, in which copies to the host can be hidden
+HIDDEN = 0.8  # of the forward and the backward, in which copies to the host and back can be hidden
+BACKWARD = 2  # times the seconds of the forward
 
 
 def budget(model: M, nbytes: int, *patterns: str, moves: bool = True, hardware: str | Hardware | None = None) -> M:
@@ -51,11 +52,12 @@ def budget(model: M, nbytes: int, *patterns: str, moves: bool = True, hardware: 
         `forward_backward.choice` is then a `BudgetChoice`: printing it gives a table.
 
     A part of a block is a direct child that is called. For each there are bytes that it keeps and seconds to run it
-    again, or to move it; of two ways for two groups of blocks those are taken that free enough in the least time. The
-    peak of the choice is then rehearsed, as `T.step_memory` does, and if it is over, the next one is taken. Values and
+    again, or to move it; and of its matrix products and attention alone, whose outputs can stay while norms and
+    activations run again. Of ways for up to three groups of blocks, one of which moves all it keeps, those are taken
+    that free enough in the least time. The peak of the choice is then rehearsed, as `T.step_memory` does, and if it is over, the next one is taken. Values and
     gradients are those of the model as it is, see `T.remat`. The choice is the same eagerly, in a captured step (which
-    follows that of its warm-up) and with `compile=`: there blocks recompute and move around their compiled code, and
-    what these keep less is not counted. Within a unit a recomputation uses the weights that are gathered for its
+    follows that of its warm-up). With `compile=` blocks recompute and move around their compiled code: what that keeps
+    less is not counted, and to keep products alone is the compiler's own choice there. Within a unit a recomputation uses the weights that are gathered for its
     backward anyway.
 
     Collective: in the first call an exchange on the host: all ranks follow the one whose batch takes most. The plan
@@ -107,16 +109,19 @@ def blocks_of(model: nn.Module) -> list[str]:
 
 
 class Way(NamedTuple):
-    """What becomes of what a block saves: children that are saved or moved while the rest recomputes; or all of it."""
+    """What becomes of what a block saves: children that are saved or moved while the rest recomputes, or of which the
+    outputs of products stay; or all of it."""
 
     recomputes: bool
     saves: tuple[str, ...] = ()
     moves: tuple[str, ...] = ()  # "" for all of a block that does not recompute
+    products: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if not self.recomputes:
             return "moved" if self.moves else "kept"
-        more = [f"{', '.join(some)} {what}" for what, some in (("kept", self.saves), ("moved", self.moves)) if some]
+        fates = ("kept", self.saves), ("moved", self.moves), ("products kept", self.products)
+        more = [f"{', '.join(some)} {what}" for what, some in fates if some]
         return f"recomputed{f', but {chr(59).join(more)}' if more else ''}"
 
 
@@ -214,7 +219,7 @@ class Trial:
         for way in dict.fromkeys(ways):
             paths = [path for path, one in zip(self.budget.paths, ways, strict=True) if one == way]
             if way.recomputes:
-                model = remat(model, *paths, save=way.saves, offload=way.moves)
+                model = remat(model, *paths, save=way.saves, offload=way.moves, products=way.products)
             elif way.moves:
                 model = offloaded(model, *paths)
         return model
@@ -264,7 +269,8 @@ class Trial:
                 break
             peak = self.peak(found)
             if peak <= limit:
-                return found
+                more = best(costs, count, needed - (limit - peak), self.forward, self.hardware)
+                return found if more is None or more == found or self.peak(more) > limit else more
             least = min(least, (peak, found))
             needed += max(peak - limit, 1 << 16)
             tried += 1
@@ -294,19 +300,21 @@ class Trial:
         base, recomputed = self.seconds(plain), self.seconds(self.all(again))
         freed, more = (all_kept - all_again) / count, (recomputed - base) / count
         found = {KEPT: Cost(0, 0, 0), again: Cost(freed, more, 0)}
-        parts: list[tuple[float, str, float, float]] = []
-        for child in self.children():
-            one = self.all(Way(True, (child,)))
-            kept, spared = (self.kept(one) - all_again) / count, (recomputed - self.seconds(one)) / count
-            if spared > 0:
-                parts.append((kept / spared, child, kept, spared))
-        kept, spared = 0.0, 0.0
-        saved: tuple[str, ...] = ()
-        for _, child, its_bytes, its_seconds in sorted(parts):
-            kept, spared, saved = kept + its_bytes, spared + its_seconds, (*saved, child)
-            found[Way(True, saved)] = Cost(freed - kept, more - spared, 0)
-            if self.budget.moves and its_bytes > 0:
-                found[Way(True, (), (child,))] = Cost(freed, more - its_seconds, its_bytes)
+        children = self.children()
+        for name in ("saves", "products") if self.of.compile is False else ("saves",):
+            parts: list[tuple[float, str, float, float]] = []
+            for child in children:
+                one = self.all(again._replace(**{name: (child,)}))
+                kept, spared = (self.kept(one) - all_again) / count, (recomputed - self.seconds(one)) / count
+                if spared > 0:
+                    parts.append((kept / spared, child, kept, spared))
+            kept, spared = 0.0, 0.0
+            some: tuple[str, ...] = ()
+            for _, child, its_bytes, its_seconds in sorted(parts):
+                kept, spared, some = kept + its_bytes, spared + its_seconds, (*some, child)
+                found[again._replace(**{name: some})] = Cost(freed - kept, more - spared, 0)
+                if self.budget.moves and its_bytes > 0 and name == "saves":
+                    found[Way(True, (), (child,))] = Cost(freed, more - its_seconds, its_bytes)
         if self.budget.moves:
             found[Way(False, (), ("",))] = Cost(freed, 0, freed)
         return {way: cost for way, cost in found.items() if cost.freed > 0 or way == KEPT}
@@ -339,27 +347,35 @@ def _calls(block: nn.Module, name: str) -> bool:
 def best(
     costs: dict[Way, Cost], count: int, needed: float, forward: float, hardware: Hardware
 ) -> tuple[Way, ...] | None:
-    """The first blocks one way and the others another, so that enough is freed in the least time."""
+    """The first blocks one way, some another, and the others a third, so that enough is freed in the least time. Of
+    these only the first are moved, and a way that others beat in bytes and seconds is in no group."""
+    still = sorted((cost.seconds, -cost.freed, way) for way, cost in costs.items() if not cost.moved)
+    pairs = [(way, costs[way]) for i, (_, less, way) in enumerate(still) if all(less < one[1] for one in still[:i])]
+    moving_ways = [(way, cost) for way, cost in costs.items() if cost.moved]
     found: tuple[float, int, tuple[Way, ...]] | None = None
-    for more, one in costs.items():
-        for less, other in costs.items():
-            if one.freed < other.freed or count * one.freed < needed:
-                continue
-            gain = one.freed - other.freed
-            k = 0 if count * other.freed >= needed else -int(-(needed - count * other.freed) // gain) if gain else count
-            k = min(k, count)
-            moved = k * one.moved + (count - k) * other.moved
-            seconds = k * one.seconds + (count - k) * other.seconds + moving(moved, forward, hardware)
-            candidate = seconds, k, (more,) * k + (less,) * (count - k)
-            if found is None or candidate[:2] < found[:2]:
-                found = candidate
+    for first, cost in moving_ways or [(KEPT, costs[KEPT])]:
+        for m in range(count + 1) if moving_ways else (0,):
+            late = m * cost.seconds + moving(m * cost.moved, forward, hardware)
+            rest, lacks = count - m, needed - m * cost.freed
+            if found is not None and late > found[0]:
+                break
+            for less, other in pairs:
+                for more, one in pairs:
+                    gain = one.freed - other.freed
+                    if gain < 0 or rest * one.freed < lacks:
+                        continue
+                    k = 0 if rest * other.freed >= lacks else min(rest, -int(-(lacks - rest * other.freed) // gain))
+                    seconds = late + k * one.seconds + (rest - k) * other.seconds
+                    if found is None or (seconds, m + k) < found[:2]:
+                        found = seconds, m + k, (first,) * m + (more,) * k + (less,) * (rest - k)
     return found[2] if found else None
 
 
 def moving(nbytes: float, forward: float, hardware: Hardware) -> float:
-    """Seconds that it takes to move so many bytes to the host and back: what a forward does not hide, and what compute
-    is slowed down by."""
-    late = max(0.0, nbytes / hardware.to_host - HIDDEN * forward)
+    """Seconds that it takes to move so many bytes to the host and back: what a forward and a backward do not hide, and
+    what compute is slowed down by."""
+    each = nbytes / hardware.to_host
+    late = max(0.0, each - HIDDEN * forward) + max(0.0, each - HIDDEN * BACKWARD * forward)
     return late + 2 * nbytes / (hardware.bandwidth * hardware.moves) * hardware.beside
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
+from itertools import combinations, product
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -20,6 +21,7 @@ from ._remat.across_jvp import across_jvp, in_one_jvp, keeps_nothing
 from ._remat.draws import generators_of
 from ._remat.habits import Habits
 from ._remat.parts import KeptPart, Owner, of_function, part_of
+from ._remat.products import in_products
 from ._remat.region import Region
 
 __all__ = ["offload", "remat", "saved"]
@@ -34,13 +36,15 @@ PARTS = (
 
 @overload
 def remat(
-    what: M, *patterns: str, save: Sequence[str] = (), offload: Sequence[str] = (), preserve_rng_state: bool = True
-) -> M: ...
+    what: M, *patterns: str, save: Sequence[str] = (), offload: Sequence[str] = (), products: Sequence[str] = (),
+    preserve_rng_state: bool = True,
+) -> M: ...  # fmt: skip
 @overload
 def remat(what: F, *, preserve_rng_state: bool = True) -> F: ...
 def remat(
-    what: Any, *patterns: str, save: Sequence[str] = (), offload: Sequence[str] = (), preserve_rng_state: bool = True
-) -> Any:
+    what: Any, *patterns: str, save: Sequence[str] = (), offload: Sequence[str] = (), products: Sequence[str] = (),
+    preserve_rng_state: bool = True,
+) -> Any:  # fmt: skip
     """Keep only the inputs of a function, or of some of a model's modules; the rest is computed again in the backward.
 
     Args:
@@ -50,6 +54,8 @@ def remat(
             match). What such a part keeps for its own backward stays, and its output.
         offload: the same, in the host's memory: it is copied there when the part has run, and comes back while the
             backward is at the module after this one. In a function say `T.saved(fn)` and `T.offload(fn)` of its parts.
+        products: parts in which matrix products, convolutions and attention do not run again: their outputs stay, and
+            what is between them, as norms and activations, is computed again. What draws random numbers runs again.
         preserve_rng_state: random numbers come again in the recomputation: those of torch's default generators, of
             generators (of torch, numpy or Python) that are given or that a function or a module brings along, and
             Python's and numpy's own: of a module where its first call draws from them. False saves time where there
@@ -70,6 +76,7 @@ def remat(
         save=("attn",)              its inputs, what `attn` saves for its backward (what its linear layers are given,
                                     queries, keys and values), and its output if something after it is computed again
         offload=("mlp",)            its inputs. In the host's memory: what `mlp` saves, and its output, as above
+        products=("attn", "mlp")    its inputs, and outputs of products, but for those after which nothing is needed
 
     Of what is saved a storage counts once, whatever views of it there are. Weights and buffers do not count, lent or
     not, and are never moved; nor is what lies on a storage of the module's inputs, or has less than 1024 bytes. Until
@@ -82,7 +89,7 @@ def remat(
     memory with what the part was given.
 
     In compiled code (`T.compile`, `torch.compile`, T.compile_units around the module) what is kept is the compiler's
-    choice: `remat` and `save` mean nothing, `offload` is an error. A part may be compiled itself. With `compile=True` a
+    choice: `remat`, `save` and `products` mean nothing, `offload` is an error. A part may be compiled itself. With `compile=True` a
     unit that recomputes or is moved does so around its compiled code; of one with parts the innermost parts are
     compiled, and what is between them is not. Parts of a unit that itself keeps everything are in its compiled code.
 
@@ -104,13 +111,13 @@ def remat(
         >>> model = T.remat(model, "blocks.*", save=("attn",), offload=("mlp",))
         >>> forward_backward = T.forward_backward(model, loss_fn)
     """
-    for name, given in (("save", save), ("offload", offload)):
+    for name, given in (("save", save), ("offload", offload), ("products", products)):
         if isinstance(given, str):
             raise SpecError(f"remat({name}={given!r}): expected several patterns, as {name}=({given!r},).")
     if not isinstance(what, nn.Module):
         if patterns:
             raise SpecError(f"remat: {', '.join(map(repr, patterns))} are paths in a model, and this is a function.")
-        if save or offload:
+        if save or offload or products:
             raise SpecError(PARTS)
         again = partial(_checkpointed, what, preserve_rng_state)
         again.__wrapped__ = what  # type: ignore[attr-defined]
@@ -120,8 +127,10 @@ def remat(
         raise SpecError("remat(model): name the modules that recompute, as remat(model, 'blocks.*').")
     for path, module in outermost("remat", model, patterns):
         parts = {name: outermost(f"remat({name}=) in {path!r}", module, (*given,))
-                 for name, given in (("save", save), ("offload", offload))}  # fmt: skip
-        _check(path, [one for one, _ in parts["save"]], [one for one, _ in parts["offload"]])
+                 for name, given in (("save", save), ("offload", offload), ("products", products))}  # fmt: skip
+        _check(path, {name: [one for one, _ in found] for name, found in parts.items()})
+        for one, part in parts.pop("products"):
+            _become_products(f"{path}.{one}", part)
         for fate, found in parts.items():
             for one, part in found:
                 _become_part(f"remat({fate}=)", f"{path}.{one}", part, KeptPart(fate, owner))  # type: ignore[arg-type]
@@ -186,13 +195,16 @@ def saved(fn: F) -> F:
     return cast(F, _wrapped(fn, part_of(fn, "save")))
 
 
-def _check(path: str, save: list[str], offload: list[str]) -> None:
-    for one in save:
-        for other in offload:
+FATES = {"save": "saved", "offload": "moved", "products": "one whose products are kept"}
+
+
+def _check(path: str, parts: dict[str, list[str]]) -> None:
+    for (fate, some), (another, others) in combinations(parts.items(), 2):
+        for one, other in product(some, others):
             if one == other or one.startswith(f"{other}.") or other.startswith(f"{one}."):
                 raise SpecError(
-                    f"remat: in {path!r} the part {one!r} is saved and {other!r} is moved, which are one, or one lies "
-                    "in the other. Name each part once."
+                    f"remat: in {path!r} the part {one!r} is {FATES[fate]} and {other!r} is {FATES[another]}, which "
+                    "are one, or one lies in the other. Name each part once."
                 )
 
 
@@ -271,6 +283,12 @@ def _part(part: KeptPart, fn: Callable[..., Any], args: Any, kwargs: Any, module
     return part(fn, args, kwargs, module)
 
 
+@traced_as(lambda fn, args, kwargs: fn(*args, **kwargs))
+def _products(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """In compiled code the compiler says what is kept."""
+    return in_products(fn, args, kwargs)
+
+
 def _wrapped(fn: Callable[..., Any], part: KeptPart) -> Callable[..., Any]:
     @wraps(fn, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -315,6 +333,24 @@ def _as_part(cls: type[nn.Module]) -> type[nn.Module]:
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _part(vars(self)["_part"], partial(called, cls, self), args, kwargs, self)
+
+    return subclass(cls, __call__=__call__, _around=cls)
+
+
+def _become_products(path: str, module: nn.Module) -> None:
+    """Have a module's products be kept within what recomputes."""
+    if "_products" not in vars(module):  # else shared by two that recompute
+        _refuse("remat(products=)", path, module, "_part", "is saved or moved already")
+        module.__dict__["_products"] = True
+        module.__class__ = _with_products(type(module))
+
+
+@once_a_class
+def _with_products(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module whose products are kept."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _products(partial(called, cls, self), args, kwargs)
 
     return subclass(cls, __call__=__call__, _around=cls)
 

@@ -17,6 +17,7 @@ from support.tables import each
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
+from functional_fsdp._seams import torch_private
 
 WIDTH = 32
 KEPT = ("save", "offload")
@@ -487,3 +488,87 @@ def test_recurrent_modules_recompute_by_hand() -> None:
     dw, _ = pullback(w, torch.ones_like(out))
     want = torch.autograd.grad(module(x).sum(), [*module.parameters()])
     assert all(map(torch.equal, dw.values(), want))
+
+
+class Mlp(nn.Module):
+    """Products with something cheap between them."""
+
+    def __init__(self, dropout: float = 0.0, in_place: str = "") -> None:
+        super().__init__()
+        self.norm, self.dropout, self.in_place = nn.RMSNorm(WIDTH), dropout, in_place
+        self.up, self.mid, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.up(self.norm(x))
+        q, k = (both.mul_(2) if self.in_place == "inside" else both).chunk(2, -1)
+        y = F.scaled_dot_product_attention(*(t[None, None] for t in (q, k, k)), dropout_p=self.dropout)[0, 0]
+        y = F.dropout(self.mid(y), self.dropout).tanh()
+        out: torch.Tensor = self.down(y)
+        return out
+
+
+class Outer(nn.Module):
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.mlp, self.after, self.in_place = Mlp(**how), nn.Linear(WIDTH, WIDTH), how.get("in_place", "")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.mlp(x.sin())
+        if self.in_place == "outside":
+            y.mul_(2)
+        return x + self.after(y.tanh())
+
+
+class Products(torch_private.TorchDispatchMode):
+    """Counts products of forwards and recomputations, and what is alive of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran[func.__name__.partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("in_place", ["", "inside", "outside"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("named", ["mlp", "mlp.up", "*"])
+def test_products_that_stay_change_no_bit(named: str, dropout: float, in_place: str) -> None:
+    same(lambda: nn.Sequential(Outer(dropout=dropout, in_place=in_place)), "products", named)
+
+
+def test_products_do_not_run_again_and_what_is_between_them_does() -> None:
+    ran = {}
+    for name, change in {
+        "plain": lambda m: m,
+        "remat": lambda m: T.remat(m, "*"),
+        "products": lambda m: T.remat(m, "*", products=("mlp", "after")),
+    }.items():
+        with Products() as counted:
+            trained(lambda: nn.Sequential(Outer()), change, steps=1)
+        ran[name] = counted.ran
+    assert ran["products"]["addmm"] == ran["plain"]["addmm"] < ran["remat"]["addmm"]
+    assert ran["products"]["tanh"] == ran["remat"]["tanh"] > ran["plain"]["tanh"]
+
+
+def test_what_products_keep_is_their_outputs() -> None:
+    state, model = fsdp.init(lambda: nn.Sequential(Outer(), Outer()), fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    x = torch.randn(4096, WIDTH)
+
+    def peak(model: nn.Module) -> int:
+        return T.step_memory(T.forward_backward(model, mean_square), state, x).peak
+
+    again = peak(T.remat(model, "*"))
+    kept = peak(T.remat(model, "*", products=("mlp.mid", "after")))
+    each = 4096 * WIDTH * 4
+    assert 0 < kept - again <= 2 * each  # of `mid` in each; after `after` nothing is needed
+    assert kept < peak(T.remat(model, "*", products=("mlp",))) < peak(model)
+
+
+def test_products_within_what_is_saved_are_refused() -> None:
+    _, model = fsdp.functionalize(nn.Sequential(Outer()))
+    with pytest.raises(fsdp.SpecError, match=r"'mlp' is saved and 'mlp.up' is one whose products are kept"):
+        T.remat(model, "*", save=("mlp",), products=("mlp.up",))
+    with pytest.raises(fsdp.SpecError, match=r"remat\(products=\): the module '0.mlp' is saved or moved already"):
+        T.remat(T.offload(model, "*.mlp"), "*", products=("mlp",))

@@ -32,6 +32,7 @@ from .moves import MovedTensor, MoveGroup, copied
 
 __all__ = [
     "LOST",
+    "RUNNING",
     "Fate",
     "KeptOutput",
     "KeptPart",
@@ -71,7 +72,13 @@ class PartCall:
 
 
 class Running(Protocol):
-    """A forward or a recomputation that is under way."""
+    """A forward or a recomputation that is under way.
+
+    Attributes:
+        products: `run(fn, args, kwargs)` calls a module whose products are kept.
+    """
+
+    products: Any
 
     def called(self, call: PartCall) -> Any:
         """What a part returns that is called in it."""

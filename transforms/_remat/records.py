@@ -13,6 +13,7 @@ from .habits import Habits
 from .module_state import ModuleState, StatePlace
 from .moves import MoveGroup, storage_of
 from .parts import KeptOutput, KeptPart, PartCall
+from .products import Product
 
 __all__ = ["PartRecord", "RegionRecord"]
 
@@ -54,7 +55,7 @@ class RegionRecord:
 
     Attributes:
         state: of the module. trains: whether it is in training mode. start: where random numbers stood. parts: the
-            calls of parts, in their order. moves: what moves what they keep. over: whether the forward is.
+            calls of parts, in their order. products: those that are kept, in their order. moves: what moves what they keep. over: whether the forward is.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class RegionRecord:
         self.trains = module is None or module.training
         self.start: DrawPoint | None = None
         self.parts: list[PartRecord] = []
+        self.products: list[Product] = []
         self.moves: MoveGroup | None = None
         self.over = False
 
@@ -92,4 +94,4 @@ class RegionRecord:
 
     def forget(self) -> None:
         """The forward has failed: let go what its graph holds."""
-        self.parts, self.states, self.moves, self.start = [], [], None, None
+        self.parts, self.products, self.states, self.moves, self.start = [], [], [], None, None

@@ -29,6 +29,7 @@ from .given import storages_in
 from .module_state import ModuleState, StatePlace
 from .moves import MoveGroup
 from .parts import LOST, KeptOutput, PartCall, differentiable, running
+from .products import KeepProducts, ReuseProducts
 from .records import PartRecord, RegionRecord
 
 __all__ = ["Recomputation", "RegionForward"]
@@ -45,6 +46,7 @@ class RegionForward:
     def __init__(self, region: RegionRecord) -> None:
         self.region = region
         self.packed = 0
+        self.products: Any = KeepProducts(self, region, lambda: self.packed)
         self.draws: DrawPoint | None = None
         self.hooks: Any = None
         self.taken: set[int] = set()  # storages of inputs, buffers and earlier outputs
@@ -68,7 +70,7 @@ class RegionForward:
             region.forget()
             raise
         finally:
-            self.hooks = self.around = None  # they hold this
+            self.hooks = self.around = self.products = None  # they hold this
         return out
 
     @contextmanager
@@ -112,6 +114,9 @@ class RegionForward:
                 record.run_again()
             else:
                 record.output.keep(region.moves_of(record.part))
+        for product in region.products:
+            if product.packed == self.packed:
+                product.let_go()
         if region.moves is not None:
             region.moves.end()
 
@@ -167,6 +172,7 @@ class Recomputation:
     def __init__(self, region: RegionRecord) -> None:
         self.region = region
         self.at = 0  # which of the forward's calls of parts comes next
+        self.products: Any = ReuseProducts(self, region)
 
     def run(self, args: Any, kwargs: Any) -> Any:
         region = self.region
@@ -181,6 +187,8 @@ class Recomputation:
             except RuntimeError as error:
                 region.given.refuse_caches(error)
                 raise
+            finally:
+                self.products = None  # it holds this
 
     @staticmethod
     def _bound(states: list[ModuleState]) -> AbstractContextManager[Any]:
