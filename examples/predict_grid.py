@@ -4,7 +4,7 @@
     python examples/predict_grid.py --models 1.2b --ranks 2 --limit 240
     python examples/predict_grid.py --models tiny --ranks 2 --device cpu      # a dry run: no times of worth
     python examples/predict_grid.py --models 1.2b --ranks 4 --tune --limit 420     # 40 settings beside tune's choice
-    python examples/predict_grid.py --tune --cases 12 --budget 13 16 --limit 170    # 12 of them, and two budgets more
+    python examples/predict_grid.py --tune --cases 12 --between 0.6 0.3 --limit 170    # 12, two budgets more
 
 | column       | what it is                                                                                       |
 |--------------|--------------------------------------------------------------------------------------------------|
@@ -15,9 +15,11 @@
 |              | captured                                                                                         |
 
 With `--tune` every setting of a grid is measured: placements, prefetch, kept units, transports, recomputed blocks; and
-what `fsdp.tune` chooses where everything may be taken, and for each budget (`--budget`, GiB a rank) that this choice
-does not keep. A choice is measured first and last. *choice / best* is the choice's time by that of the fastest setting
-within the budget, *rank* its place among them; *faster by more than 3 %* counts those that tune should have taken.
+what `fsdp.tune` chooses where everything may be taken, and for each budget that this choice does not keep (`--budget`,
+GiB a rank; or `--between`, shares of the way from what recomputing every block takes, as predicted, to what that choice
+takes). A budget in which nothing fits is said, and left out. A choice is measured first and last. *choice / best* is
+the choice's time by that of the fastest setting within the budget, *rank* its place among them; *faster by more than
+3 %* counts those that tune should have taken.
 
 Below the table are the links, the host's share of the eager steps, and the lines for docs/benchmarks.md.
 """
@@ -113,9 +115,13 @@ def treated(model: Any, ways: tuple[tuple[str, str], ...]) -> Any:
             model = T.offload(model, *paths)
         elif way != "kept":
             parts = {
-                what: tuple(named.split(", ")) for named, what in re.findall(r"(?:but |; ?)([^;]+) (kept|moved)", way)
+                what: tuple(named.split(", "))
+                for named, what in re.findall(r"(?:but |; ?)([^;]+?) (products kept|kept|moved)", way)
             }
-            model = T.remat(model, *paths, save=parts.get("kept", ()), offload=parts.get("moved", ()))
+            model = T.remat(
+                model, *paths, save=parts.get("kept", ()), offload=parts.get("moved", ()),
+                products=parts.get("products kept", ()),
+            )  # fmt: skip
     return model
 
 
@@ -223,13 +229,21 @@ def compare_with_tune(args: argparse.Namespace) -> None:
             tokens = torch.empty(config.batch, config.seq + 1, dtype=torch.int64, device="meta")
             choices: dict[Case, int] = {}
             takes = 0  # what the first choice takes
-            for budget in (None, *(int(one * 2**30) for one in args.budget)):
+            frugal = Case("zero3", True, args.compiled, remat="recomputed")
+            least = predictions(config, [frugal], args.ranks, hardware, links)[0].peak if args.between else 0
+            for budget in (None, *(int(one * 2**30) for one in args.budget), *args.between):
+                if isinstance(budget, float):
+                    budget = int(least + budget * (takes - least))
                 if budget is not None and takes <= budget:
                     continue
-                found = fsdp.tune(
-                    shapes, config.loss, tokens, mesh={"data": args.ranks}, hardware=hardware, links=links,
-                    budget=budget, optimizer=fsdp.adamw(lr=LR), units=config.units(), compiled=args.compiled,
-                )  # fmt: skip
+                try:
+                    found = fsdp.tune(
+                        shapes, config.loss, tokens, mesh={"data": args.ranks}, hardware=hardware, links=links,
+                        budget=budget, optimizer=fsdp.adamw(lr=LR), units=config.units(), compiled=args.compiled,
+                    )  # fmt: skip
+                except fsdp.SpecError as error:
+                    print(f"{model}: {error}", flush=True)
+                    continue
                 print(f"{model}, {args.ranks} × {name}\n{found}\n", flush=True)
                 takes = takes or found.best.peak
                 choices[chosen(found, args.compiled)] = found.budget
@@ -287,6 +301,7 @@ def main() -> None:
     add("--cases", type=int, help="how many of the cases; default: all")
     add("--tune", action="store_true", help="a grid of 40 settings beside tune's choice")
     add("--budget", type=float, nargs="*", default=[], help="GiB a rank, of --tune, beside tune's own")
+    add("--between", type=float, nargs="*", default=[], help="such budgets, between the least peak and the choice's")
     add("--compiled", action="store_true", help="of --tune: units are compiled")
     args = parser.parse_args()
     if args.tune:

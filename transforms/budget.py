@@ -8,7 +8,7 @@ rehearsal    of that choice: its peak, to the byte; the next one if it is over t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -54,11 +54,11 @@ def budget(model: M, nbytes: int, *patterns: str, moves: bool = True, hardware: 
     A part of a block is a direct child that is called. For each there are bytes that it keeps and seconds to run it
     again, or to move it; and of its matrix products and attention alone, whose outputs can stay while norms and
     activations run again. Of ways for up to three groups of blocks, one of which moves all it keeps, those are taken
-    that free enough in the least time. The peak of the choice is then rehearsed, as `T.step_memory` does, and if it is over, the next one is taken. Values and
-    gradients are those of the model as it is, see `T.remat`. The choice is the same eagerly, in a captured step (which
-    follows that of its warm-up). With `compile=` blocks recompute and move around their compiled code: what that keeps
-    less is not counted, and to keep products alone is the compiler's own choice there. Within a unit a recomputation uses the weights that are gathered for its
-    backward anyway.
+    that free enough in the least time. The peak of the choice is then rehearsed, as `T.step_memory` does, and if it is
+    over, the next one is taken. Values and gradients are those of the model as it is, see `T.remat`. The choice is the
+    same eagerly and in a captured step (which follows that of its warm-up). With `compile=` blocks recompute and move
+    around their compiled code: what that keeps less is not counted, and to keep products alone is the compiler's own
+    choice there. Within a unit a recomputation uses the weights that are gathered for its backward anyway.
 
     Collective: in the first call an exchange on the host: all ranks follow the one whose batch takes most. The plan
     of the run says what was chosen (`state.cursor.plan.activations`), and so do its checkpoints: `activations` in their
@@ -126,6 +126,14 @@ class Way(NamedTuple):
 
 
 KEPT = Way(False)
+
+
+def but_saved(parts: tuple[str, ...]) -> Way:
+    return Way(True, parts)
+
+
+def but_products(parts: tuple[str, ...]) -> Way:
+    return Way(True, products=parts)
 
 
 class Cost(NamedTuple):
@@ -199,13 +207,14 @@ class Budget:
 
 
 class Trial:
-    """The rehearsals of one model, state and batch."""
+    """The rehearsals of one model, state and batch. compiled: the blocks are, whatever `of` says."""
 
     def __init__(
-        self, budget: Budget, of: ForwardBackward[Any], state: State, args: Any, kwargs: Any, imagined: bool = False
-    ) -> None:
+        self, budget: Budget, of: ForwardBackward[Any], state: State, args: Any, kwargs: Any, imagined: bool = False,
+        compiled: bool = False,
+    ) -> None:  # fmt: skip
         self.budget, self.of, self.state, self.given, self.imagined = budget, of, state, (args, kwargs), imagined
-        self.model = of.plain()
+        self.model, self.compiled = of.plain(), compiled or of.compile is not False
         self.hardware = hardware_for(budget.hardware)
         self.seen: dict[tuple[Way, ...], Rehearsed] = {}
         self.before = self.rehearsed(self.all(KEPT)).memory(state).peak
@@ -260,31 +269,47 @@ class Trial:
         count, limit = len(self.budget.paths), self.budget.nbytes
         if self.before <= limit:
             return self.all(KEPT)
-        costs = self.costs
-        needed, tried = self.before - limit, 0
-        least = (self.before, self.all(KEPT))
-        while tried < TRIES:
-            found = best(costs, count, needed, self.forward, self.hardware)
-            if found is None:
+        found, least, ways = self.fitting(self.before, limit, self.peak)
+        if found is None:
+            raise ScheduleError(
+                f"budget: expected at most {limit:,} bytes, and the least that these {count} blocks can do with is "
+                f"{least:,} ({ways[0]}); the model as it is takes {self.before:,}. Take a smaller batch, more "
+                "ranks, Placement(memory_kind='pinned_host'), or a larger budget."
+            )
+        return found
+
+    def fitting(
+        self, before: int, limit: int, peak_of: Callable[[tuple[Way, ...]], int]
+    ) -> tuple[tuple[Way, ...] | None, int, tuple[Way, ...]]:
+        """The ways in which a step that takes `before` bytes fits, or None; the least peak seen, and its ways."""
+        costs, count = self.costs, len(self.budget.paths)
+        seen = {self.all(KEPT): before}
+
+        def peak(ways: tuple[Way, ...]) -> int:
+            if ways not in seen:
+                seen[ways] = peak_of(ways)
+            return seen[ways]
+
+        def next_best(needed: float) -> tuple[Way, ...] | None:
+            return best(costs, count, needed, self.forward, self.hardware)
+
+        needed, found = before - limit, None
+        for _ in range(TRIES):
+            ways = next_best(needed)
+            if ways is None:
                 break
-            peak = self.peak(found)
-            if peak <= limit:
-                more = best(costs, count, needed - (limit - peak), self.forward, self.hardware)
-                return found if more is None or more == found or self.peak(more) > limit else more
-            least = min(least, (peak, found))
-            needed += max(peak - limit, 1 << 16)
-            tried += 1
-        most = max(cost.freed for cost in costs.values())
-        for frugal in sorted((way for way in costs if costs[way].freed == most), key=lambda way: costs[way].seconds):
-            peak = self.peak(self.all(frugal))  # of those that free as much, one may take more at its peak
-            if peak <= limit:
-                return self.all(frugal)
-            least = min(least, (peak, self.all(frugal)))
-        raise ScheduleError(
-            f"budget: expected at most {limit:,} bytes, and the least that these {count} blocks can do with is "
-            f"{least[0]:,} ({least[1][0]}); the model as it is takes {self.before:,}. Take a smaller batch, more "
-            "ranks, Placement(memory_kind='pinned_host'), or a larger budget."
-        )
+            if peak(ways) <= limit:
+                more = next_best(needed - (limit - peak(ways)))  # it may have freed more than was needed
+                found = ways if more is None or peak(more) > limit else more
+                break
+            needed += max(peak(ways) - limit, 1 << 16)
+        if found is None:
+            most = max(cost.freed for cost in costs.values())
+            frugal = sorted((way for way in costs if costs[way].freed == most), key=lambda way: costs[way].seconds)
+            # of those that free as much, one may take more at its peak
+            found = next((ways for ways in map(self.all, frugal) if peak(ways) <= limit), None)
+        least = min(seen, key=lambda ways: seen[ways])
+        return found, seen[least], least
 
     @cached_property
     def forward(self) -> float:
@@ -301,10 +326,10 @@ class Trial:
         freed, more = (all_kept - all_again) / count, (recomputed - base) / count
         found = {KEPT: Cost(0, 0, 0), again: Cost(freed, more, 0)}
         children = self.children()
-        for name in ("saves", "products") if self.of.compile is False else ("saves",):
+        for but in (but_saved,) if self.compiled else (but_saved, but_products):
             parts: list[tuple[float, str, float, float]] = []
             for child in children:
-                one = self.all(again._replace(**{name: (child,)}))
+                one = self.all(but((child,)))
                 kept, spared = (self.kept(one) - all_again) / count, (recomputed - self.seconds(one)) / count
                 if spared > 0:
                     parts.append((kept / spared, child, kept, spared))
@@ -312,8 +337,8 @@ class Trial:
             some: tuple[str, ...] = ()
             for _, child, its_bytes, its_seconds in sorted(parts):
                 kept, spared, some = kept + its_bytes, spared + its_seconds, (*some, child)
-                found[again._replace(**{name: some})] = Cost(freed - kept, more - spared, 0)
-                if self.budget.moves and its_bytes > 0 and name == "saves":
+                found[but(some)] = Cost(freed - kept, more - spared, 0)
+                if self.budget.moves and its_bytes > 0 and but is but_saved:
                     found[Way(True, (), (child,))] = Cost(freed, more - its_seconds, its_bytes)
         if self.budget.moves:
             found[Way(False, (), ("",))] = Cost(freed, 0, freed)

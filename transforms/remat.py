@@ -89,9 +89,10 @@ def remat(
     memory with what the part was given.
 
     In compiled code (`T.compile`, `torch.compile`, T.compile_units around the module) what is kept is the compiler's
-    choice: `remat`, `save` and `products` mean nothing, `offload` is an error. A part may be compiled itself. With `compile=True` a
-    unit that recomputes or is moved does so around its compiled code; of one with parts the innermost parts are
-    compiled, and what is between them is not. Parts of a unit that itself keeps everything are in its compiled code.
+    choice: `remat`, `save` and `products` mean nothing, `offload` is an error. A part may be compiled itself. With
+    `compile=True` a unit that recomputes or is moved does so around its compiled code; of one with parts the innermost
+    parts are compiled, and what is between them is not. Parts of a unit that itself keeps everything are in its
+    compiled code.
 
     Raises:
         SpecError: a pattern that matches no module, or no part of a module; a module that is never called, as a

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -32,8 +33,7 @@ from .prediction import Prediction, Rehearsal, above, predicted, prepared, rehea
 __all__ = ["Candidate", "Tuned", "tune"]
 
 SHOWN = 12  # rows of a printed table
-VERIFIED = 3  # candidates whose ways are rehearsed together
-LIMIT = 45.0  # seconds of search, after which what was found is what there is
+LIMIT = 45.0  # seconds of search, and of rehearsals, after which what was found is what there is
 ROOM = 0.94  # of the device's memory, where no budget is given
 
 
@@ -293,6 +293,7 @@ class _Search:
         self.tried = 0
         self.least: tuple[int, str] | None = None
         self.trials: dict[int, Any] = {}
+        self.unlikely: list[Candidate] = []  # over the budget, if estimates are right: rehearsed if nothing else fits
 
     def trial(self, times: int) -> Any:
         """The rehearsals of the batch so many times."""
@@ -303,7 +304,7 @@ class _Search:
             forward_backward, state, args = prepared(self.model, asked.loss_fn, args, one, asked.optimizer)
             paths = tuple(self.budgets.blocks_of(self.model))
             settings = self.budgets.Budget(asked.budget, paths, asked.moves, asked.hardware)
-            self.trials[times] = self.budgets.Trial(settings, forward_backward, state, args, {}, True)
+            self.trials[times] = self.budgets.Trial(settings, forward_backward, state, args, {}, True, asked.compiled)
         return self.trials[times]
 
     def rehearsal(self, times: int, ways: tuple[Any, ...]) -> Rehearsal:
@@ -311,12 +312,12 @@ class _Search:
         return rehearsal_of(trial.rehearsed(ways), self.model)
 
     def run(self, where: Sequence[Mapping[str, int]], times: int = 1) -> list[Candidate]:
-        """All candidates that fit."""
+        """All candidates that fit, as far as is known; others are `unlikely`."""
         found = []
         for spec in self.specs(where):
             one = self.candidate(spec, times)
             if one is not None:
-                found.append(one)
+                (found if one.peak <= self.asked.budget else self.unlikely).append(one)
         return found
 
     def specs(self, where: Sequence[Mapping[str, int]]) -> Iterator[Spec]:
@@ -352,8 +353,10 @@ class _Search:
         costs, needed = trial.costs, plain.peak - asked.budget
         ways = self.budgets.best(costs, len(trial.budget.paths), needed, trial.forward, asked.hardware)
         if ways is None:
-            self.note(int(plain.peak - len(trial.budget.paths) * max(c.freed for c in costs.values())), "recomputed")
-            return None
+            most = max(cost.freed for cost in costs.values())
+            ways = trial.all(
+                min((way for way in costs if costs[way].freed == most), key=lambda way: costs[way].seconds)
+            )
         moved = sum(costs[way].moved for way in ways)
         longer = sum(costs[way].seconds for way in ways) + self.budgets.moving(moved, trial.forward, asked.hardware)
         said = trial.in_words(ways)
@@ -363,25 +366,24 @@ class _Search:
 
     def verified(self, found: list[Candidate]) -> Candidate | None:
         """The best of them, rehearsed as it is; what then does not fit is taken off the list."""
-        asked = self.asked
-        for _ in range(VERIFIED):
+        asked, begun = self.asked, time.perf_counter()
+        while time.perf_counter() - begun < LIMIT:
             best = min(found, key=_order, default=None)
+            if best is None and self.unlikely:
+                found += self.unlikely
+                self.unlikely = []
+                continue
             if best is None or not best.estimated:
-                return best
+                break
             found.remove(best)
-            trial = self.trial(best.batch)
-            needed = best.prediction.peak - asked.budget
-            for _ in range(2):
-                ways = self.budgets.best(trial.costs, len(trial.budget.paths), needed, trial.forward, asked.hardware)
-                if ways is None:
-                    break
-                one = self.predicted(best.spec, best.batch, ways)
-                if one.peak <= asked.budget:
-                    said = trial.in_words(ways)
-                    found.append(Candidate(best.spec, one, said, asked.microbatches, best.batch))
-                    break
-                self.note(one.peak, f"{best.spec.placements[0][1]}, {ways[0]}")
-                needed += max(one.peak - asked.budget, 1 << 20)
+            trial, spec, times = self.trial(best.batch), best.spec, best.batch
+            before = best.prediction.peak
+            ways, least, its = trial.fitting(before, asked.budget, partial(self.peak, spec, times))
+            self.note(least, f"{spec.placements[0][1]}, {its[0]}")
+            if ways is not None:
+                one = self.predicted(spec, times, ways)
+                found.append(Candidate(spec, one, trial.in_words(ways), asked.microbatches, times))
+        found[:] = [one for one in found if one.peak <= asked.budget]
         return min((one for one in found if not one.estimated), key=_order, default=None)
 
     def predicted(self, spec: Spec, times: int, ways: tuple[Any, ...]) -> Prediction:
@@ -390,6 +392,9 @@ class _Search:
         return predicted(
             found, spec, asked.optimizer, asked.hardware, asked.graph, asked.compiled, asked.microbatches, asked.links
         )
+
+    def peak(self, spec: Spec, times: int, ways: tuple[Any, ...]) -> int:
+        return self.predicted(spec, times, ways).peak
 
     def note(self, peak: int, said: str) -> None:
         if self.least is None or peak < self.least[0]:

@@ -501,7 +501,8 @@ class Mlp(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         both = self.up(self.norm(x))
         q, k = (both.mul_(2) if self.in_place == "inside" else both).chunk(2, -1)
-        y = F.scaled_dot_product_attention(*(t[None, None] for t in (q, k, k)), dropout_p=self.dropout)[0, 0]
+        q, k = q[None, None], k[None, None]
+        y = F.scaled_dot_product_attention(q, k, k, dropout_p=self.dropout)[0, 0]
         y = F.dropout(self.mid(y), self.dropout).tanh()
         out: torch.Tensor = self.down(y)
         return out

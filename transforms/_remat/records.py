@@ -55,7 +55,8 @@ class RegionRecord:
 
     Attributes:
         state: of the module. trains: whether it is in training mode. start: where random numbers stood. parts: the
-            calls of parts, in their order. products: those that are kept, in their order. moves: what moves what they keep. over: whether the forward is.
+            calls of parts, in their order. products: those that are kept, in their order. moves: what moves what parts
+            keep. over: whether the forward is.
     """
 
     def __init__(
