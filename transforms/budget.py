@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=nn.Module)
 TRIES = 6  # exact peaks that are looked at
 SHARE = 0.05  # of a block's weights that a part has to have to be chosen apart
-HIDDEN = 0.8  # of the forward and the backward, in which copies to the host and back can be hidden
+HIDDEN = 0.95  # of the forward and the backward, in which copies to the host and back can be hidden
 BACKWARD = 2  # times the seconds of the forward
 
 

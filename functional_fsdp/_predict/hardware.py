@@ -148,7 +148,7 @@ def _hopper(name: str, memory: int, bandwidth: float, **more: float) -> Hardware
 H100 = _hopper("H100", 80 * 10**9, 3.35e12)
 HARDWARE: dict[str, Hardware] = {
     "H100": H100,
-    "H200": _hopper("H200", 141 * 10**9, 4.8e12),
+    "H200": _hopper("H200", 141 * 10**9, 4.8e12, to_host=53e9),
     "A100": replace(
         H100, name="A100", flops={torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 19.5e12},
         memory=80 * 10**9, bandwidth=2.04e12, inside=Link(2e-6, 160e9), outside=Link(6e-6, 22e9), measured=False,
