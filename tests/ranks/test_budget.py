@@ -170,6 +170,17 @@ def test_less_is_recomputed_where_the_budget_is_larger() -> None:
     assert best(costs, 4, 401, 1.0, hardware) is None
 
 
+def test_up_to_three_groups_of_blocks_are_mixed() -> None:
+    """As few are moved as fit beside compute, the others are treated in the least time that frees enough."""
+    moved, cheap = Way(False, (), ("",)), Way(True, products=("wide",))
+    costs = {
+        KEPT: Cost(0, 0, 0), Way(True): Cost(1e9, 0.010, 0), cheap: Cost(0.5e9, 0.001, 0), moved: Cost(1e9, 0, 1e9),
+    }  # fmt: skip
+    hardware = fsdp.Hardware.named("H100")
+    found = best(costs, 8, 6e9, 0.045, hardware)  # whose 43 ms hide two blocks' copies at 50 GB/s
+    assert found == (moved, moved, *(Way(True),) * 2, *(cheap,) * 4)
+
+
 def test_what_is_moved_costs_what_the_forward_does_not_hide() -> None:
     moved = Way(False, (), ("",))
     costs = {KEPT: Cost(0, 0, 0), Way(True): Cost(1e9, 0.010, 0), moved: Cost(1e9, 0, 1e9)}

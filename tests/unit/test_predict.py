@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from functional_fsdp import transforms as T
 from functional_fsdp._predict.hardware import HARDWARE, Link
 from functional_fsdp._predict.operations import Counter, Logged, Work
 from functional_fsdp._predict.prediction import spared
-from functional_fsdp._predict.tune import meshes
+from functional_fsdp._predict.tune import Candidate, _Search, meshes
 
 WIDTH, ROWS, BLOCKS = 1024, 4096, 5
 H100 = HARDWARE["H100"]
@@ -358,3 +359,34 @@ def test_either_a_mesh_or_a_number_of_gpus() -> None:
         fsdp.tune(Net(), loss_fn, rows())
     with pytest.raises(fsdp.SpecError, match=r"tune: expected a module, not function; a function is for"):
         fsdp.tune(lambda depth: Net(depth), loss_fn, rows(), gpus=2)
+
+
+def test_slower_settings_are_tried_where_the_fastest_do_not_fit() -> None:
+    """Of five only the slowest fits as it is rehearsed, of which the estimate has said that it does not."""
+    one = fsdp.predict(Net(), loss_fn, rows(), spec({"data": 2}))
+    tried: list[int] = []
+
+    class Trial:
+        def fitting(self, before: int, limit: int, peak_of: Any) -> Any:
+            tried.append(before)
+            return ("way",) if len(tried) == 5 else None, before, ("way",)
+
+        def in_words(self, ways: Any) -> dict[str, str]:
+            return {"blocks.0": "way"}
+
+    class Search(_Search):
+        def __init__(self) -> None:
+            self.asked: Any = SimpleNamespace(budget=one.peak, microbatches=1)
+            self.unlikely, self.least = [Candidate(one.spec, replace(one, seconds=5.0), {}, freed=1)], None
+
+        def trial(self, times: int) -> Any:
+            return Trial()
+
+        def predicted(self, spec: Any, times: int, ways: Any) -> Any:
+            return one
+
+    found = [Candidate(one.spec, replace(one, seconds=float(i)), {}, freed=1) for i in range(4)]
+    best = Search().verified(found)
+    assert best is not None
+    assert best.ways == {"blocks.0": "way"}
+    assert found == [best]
