@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import benchmark_memory
 from _benchmark_models import MODELS
+from benchmark_budget import MORE
 
 import functional_fsdp as fsdp
-from functional_fsdp import transforms as T
 from functional_fsdp._predict.prediction import Prediction, Rehearsal, predicted, rehearsed
 
 MIB = 1 << 20
@@ -44,6 +44,7 @@ class Run:
     mib: float
     batch: int = 0
     seq: int = 0
+    depth: int = 0
     replicas: int = 1
     fitted: bool = True  # whether the shares of the hardware were fitted to it
 
@@ -97,8 +98,14 @@ RUNS = [
     Run("moe", "H200", 2, "graph", 65.6, 11965, fitted=False),
     Run("moe", "H200", 2, "copy engine graph compiled", 35.1, 11254, fitted=False),
     Run("parts", "H100", 2, "plain", 87.9, 13.55 * 1024, fitted=False),
-    Run("parts", "H100", 2, "recomputed", 136.9, 9.43 * 1024, fitted=False),
+    Run("parts", "H100", 2, "all remat", 136.9, 9.43 * 1024, fitted=False),
     Run("parts", "H100", 2, "mlp offloaded", 151.5, 10.42 * 1024, fitted=False),
+    Run("parts", "H200", 1, "plain", 242.2, 40.44 * 1024, batch=8, fitted=False),
+    Run("parts", "H200", 1, "all remat", 287.4, 20.70 * 1024, batch=8, fitted=False),
+    Run("parts", "H200", 1, "half remat", 265.7, 30.09 * 1024, batch=8, fitted=False),
+    Run("parts", "H200", 1, "attn saved", 263.8, 28.60 * 1024, batch=8, fitted=False),
+    Run("parts", "H200", 1, "products", 248.9, 32.53 * 1024, batch=8, fitted=False),
+    Run("llama3-8b", "H200", 2, "copy engine graph compiled", 216.6, 43287, seq=4096, depth=16, fitted=False),
 ]
 
 
@@ -114,20 +121,18 @@ def spec_of(run: Run, units: Any = None) -> fsdp.Spec:
 
 
 @cache
-def rehearsal(model: str, batch: int, seq: int, way: str) -> Rehearsal:
+def rehearsal(model: str, batch: int, seq: int, depth: int, way: str) -> Rehearsal:
     """One for all runs of a model."""
     if model == "parts":  # of benchmark_memory.py
         shape = benchmark_memory.MODELS["1.2b"]
+        shape = replace(shape, batch=batch or shape.batch)
         with torch.device("meta"):
             whole: Any = benchmark_memory.GPT(shape)
-        if way == "recomputed":
-            whole = T.remat(whole, "blocks.*")
-        elif way == "mlp offloaded":
-            whole = T.remat(whole, "blocks.*", save=("attn",), offload=("mlp",))
+        whole = whole if way == "plain" else MORE[way](whole, shape)
         tokens = torch.empty(shape.batch, shape.seq + 1, dtype=torch.int64, device="meta")
         return rehearsed(whole, benchmark_memory.loss_fn, tokens, spec_of(RUNS[0]))
     c = MODELS[model]
-    c = replace(c, batch=batch or c.batch, seq=seq or c.seq)
+    c = replace(c, batch=batch or c.batch, seq=seq or c.seq, depth=depth or c.depth)
     with torch.device("meta"):
         whole = c.build()
     tokens = torch.empty(c.batch, c.seq + 1, dtype=torch.int64, device="meta")
@@ -135,9 +140,10 @@ def rehearsal(model: str, batch: int, seq: int, way: str) -> Rehearsal:
 
 
 def prediction(run: Run, hardware: Any = None) -> Prediction:
-    units = None if run.model == "parts" else MODELS[run.model].units()
+    c = MODELS.get(run.model)
+    units = replace(c, depth=run.depth or c.depth).units() if c else None
     way = run.way if run.model == "parts" else ""
-    found = rehearsal(run.model, run.batch, run.seq, way)
+    found = rehearsal(run.model, run.batch, run.seq, run.depth, way)
     return predicted(found, spec_of(run, units), None, hardware or run.gpu, run.graph, run.compiled)
 
 
@@ -155,7 +161,9 @@ def main() -> None:
         peaks.append(mib / run.mib - 1)
         size = ""
         if run.batch or run.seq:
-            size = f" ({run.batch or MODELS[run.model].batch}×{run.seq or MODELS[run.model].seq})"
+            c = MODELS.get(run.model) or benchmark_memory.MODELS["1.2b"]
+            layers = f", {run.depth} layers" * bool(run.depth)
+            size = f" ({run.batch or c.batch}×{run.seq or c.seq}{layers})"
         cells = [f"{run.model}{size}", f"{run.ranks} {run.gpu}", run.way, f"{run.ms:.1f}", f"{ms:.1f}"]
         cells += [f"{100 * times[-1]:+.1f} %", f"{run.mib:,.0f}", f"{mib:,.0f}", f"{100 * peaks[-1]:+.1f} %"]
         print(f"| {' | '.join(cells)} |")

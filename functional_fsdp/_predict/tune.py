@@ -313,7 +313,7 @@ class _Search:
 
     def run(self, where: Sequence[Mapping[str, int]], times: int = 1) -> list[Candidate]:
         """All candidates that fit, as far as is known; others are `unlikely`."""
-        found = []
+        found: list[Candidate] = []
         for spec in self.specs(where):
             one = self.candidate(spec, times)
             if one is not None:
