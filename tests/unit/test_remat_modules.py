@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from support.tables import each
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp._seams import torch_private
+from functional_fsdp.transforms._remat.products import Product, _is_product
 
 WIDTH = 32
 KEPT = ("save", "offload")
@@ -532,9 +534,10 @@ class Products(torch_private.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("in_place", ["", "inside", "outside"])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("named", ["mlp", "mlp.up", "*"])
+@pytest.mark.parametrize(
+    ("named", "dropout", "in_place"),
+    [("mlp", 0.0, ""), ("mlp.up", 0.0, ""), ("*", 0.5, ""), ("*", 0.0, "inside"), ("mlp", 0.0, "outside")],
+)
 def test_products_that_stay_change_no_bit(named: str, dropout: float, in_place: str) -> None:
     same(lambda: nn.Sequential(Outer(dropout=dropout, in_place=in_place)), "products", named)
 
@@ -573,3 +576,26 @@ def test_products_within_what_is_saved_are_refused() -> None:
         T.remat(model, "*", save=("mlp",), products=("mlp.up",))
     with pytest.raises(fsdp.SpecError, match=r"remat\(products=\): the module '0.mlp' is saved or moved already"):
         T.remat(T.offload(model, "*.mlp"), "*", products=("mlp",))
+
+
+def test_an_attention_that_drops_is_run_again() -> None:
+    attention, place = torch.ops.aten._scaled_dot_product_flash_attention.default, (None,) * 3
+    assert _is_product(attention, place, {})
+    assert _is_product(attention, (*place, 0.0), {})
+    assert not _is_product(attention, (*place, 0.5), {})
+    assert not _is_product(attention, place, {"dropout_p": 0.5})
+    assert not _is_product(torch.ops.aten.native_dropout.default, place, {})
+
+
+def test_products_are_gone_after_the_backward_without_the_garbage_collector() -> None:
+    state, model = fsdp.init(lambda: nn.Sequential(Outer()), fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    forward_backward = T.forward_backward(T.remat(model, "*", products=("mlp",)), mean_square)
+    gc.collect()
+    gc.disable()
+    try:
+        before = {id(one) for one in gc.get_objects() if isinstance(one, Product)}
+        state, _ = forward_backward(state, torch.randn(8, WIDTH))
+        assert not [one for one in gc.get_objects() if isinstance(one, Product) and id(one) not in before]
+    finally:
+        gc.enable()
+    fsdp.step(state)
