@@ -14,8 +14,10 @@ Columns: milliseconds a step (median, the slowest rank's), tokens a second of ea
 of its peak (6 operations for each parameter and token, and 6 × layers × width × sequence of causal attention; what is
 recomputed does not count), the most GiB that a rank allocated, and the first and the last loss.
 
-torchtitan publishes 3,890 tokens a second for each of 8 H100s, Llama-3-8B with all layers, 32,768 tokens: by the same
-operations 288 TFLOP/s. With fewer layers compare these, not tokens.
+torchtitan publishes, for Llama-3.1-8B on 8 H100s (96 GB, 500 W), in float8, compiled, every layer recomputed
+(benchmarks/llama3_h100_202412_torchtitan.md): 3,890 tokens a second a GPU for 32,768 tokens with FSDP 8 and CP 1, 2,540
+for 65,536 with CP 2, and 1,071 for 131,072 with CP 4. Here all is bfloat16. The same shapes a rank are `--cp 1`, `--seq
+65536 --cp 2`, `--seq 131072 --cp 4`; with other ones, or fewer layers, compare TFLOP/s.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp.transforms import collectives as C
 
-PUBLISHED = 3890  # tokens a second
+PUBLISHED = {32768: (1, 3890), 65536: (2, 2540), 131072: (4, 1071)}  # by tokens: cp, and tokens a second of a GPU
 
 
 class Found(NamedTuple):
@@ -153,9 +155,10 @@ def main() -> None:
             said += f"  {100 * rate * config.flops() / fsdp.Hardware.here().peak(torch.bfloat16):.1f} % of peak"
         losses = ranks[0].losses
         print(f"{said}  {peak / 2**30:.2f} GiB  losses {losses[0]:.4f} {losses[-1]:.4f}", flush=True)
-    if args.device == "cuda" and args.seq == 32768:
-        whole = replace(config, depth=32)
-        print(f"published by torchtitan, 8 H100: {PUBLISHED * whole.flops() / 1e12:.0f} TFLOP/s of 32 layers")
+    if args.device == "cuda" and args.seq in PUBLISHED:
+        cp, tokens = PUBLISHED[args.seq]
+        flops = tokens * replace(config, depth=32).flops() / 1e12
+        print(f"published by torchtitan, 8 H100, float8, cp {cp}: {tokens:,} tokens/s a GPU, {flops:.0f} TFLOP/s")
 
 
 if __name__ == "__main__":
