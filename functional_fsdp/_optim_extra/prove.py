@@ -86,10 +86,10 @@ class Observed(NamedTuple):
 
 
 def _frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of an optimizer's own code: of torch only torch.optim is that."""
+    """The innermost frame of an optimizer's own code: of torch only torch.optim is that, and of this package none."""
     while frame is not None:
-        file = frame.f_code.co_filename
-        if file != __file__ and ("/torch/" not in file or "/torch/optim/" in file) and "<" not in file:
+        file, ours = frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")).startswith("functional_fsdp.")
+        if not ours and ("/torch/" not in file or "/torch/optim/" in file) and "<" not in file:
             return frame
         frame = frame.f_back
     return None
