@@ -11,7 +11,8 @@
 | FSDP2     | `fully_shard` of each layer and of the model, `layer.compile()`                                        |
 
 Each row runs twice in a round: cold, with empty caches of Inductor and Triton, and warm, with those that the cold run
-left. Rows that shared a process would mislead: who comes second finds a warm cache. The columns are seconds of rank 0:
+left. Rows that shared a process would mislead: who comes second finds a warm cache. Python's modules are compiled to
+bytecode before, as pip does where it may write. The columns are seconds of rank 0:
 
 | column        | what it is                                                                       |
 |---------------|----------------------------------------------------------------------------------|
@@ -266,6 +267,19 @@ def worker(args: Namespace) -> None:
     dist.destroy_process_group()
 
 
+IMPORTED = (
+    "transformers.models.llama.modeling_llama", "functional_fsdp.transforms", "torch.distributed.fsdp",
+    "torch.distributed.run", "torch._dynamo.backends.common", "torch._inductor.compile_fx",
+)  # fmt: skip
+
+
+def bytecode(folder: Path) -> None:
+    """Have what both rows import compiled there."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
+    subprocess.run([sys.executable, "-c", f"import {', '.join(IMPORTED)}"], check=True, capture_output=True)
+
+
 def ran(row: str, args: Namespace, caches: Path) -> dict[str, Any]:
     """A row in processes of its own, with these caches."""
     environment = os.environ | {
@@ -297,6 +311,8 @@ def main() -> None:
     if args.worker:
         return worker(args)
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    compiled = tempfile.TemporaryDirectory()
+    bytecode(Path(compiled.name))
     for number in range(args.rounds):
         rows = args.only.split(",")
         for row in rows if number % 2 == 0 else rows[::-1]:

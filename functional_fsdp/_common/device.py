@@ -249,17 +249,17 @@ def as_rate(lr: Any) -> Any:
 
 
 def rows_at_once(device: torch.device, rows: int) -> int:
-    """Of so many rows of 64 KiB each: what stays in a CPU's cache; or keeps a GPU busy, in 32 pieces at most, so that
-    the host's launches are not what takes the time."""
-    return 32 if device.type == "cpu" else max(64, rows // 32)
+    """Of so many rows of 64 KiB each: what stays in a CPU's cache; or keeps a GPU busy, 32 MiB at least and in 32
+    pieces at most, so that the host's launches are not what takes the time."""
+    return 32 if device.type == "cpu" else max(512, rows // 32)
 
 
 ROW = 1 << 14  # words
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """[...] of any dtype -> int64 [] on the same device. Takes a few MiB of memory, on a GPU a tenth of a large
-    tensor's at most, and a copy where strides are odd.
+    """[...] of any dtype -> int64 [] on the same device. Takes a few MiB of memory, on a GPU 64 MiB, or a tenth
+    of a large tensor's if that is more; and a copy where strides are odd.
 
     >>> a = torch.arange(6.0).view(2, 3)
     >>> bool(checksum(a) == checksum(a.clone())), bool(checksum(a) == checksum(a.flip(0)))
@@ -299,7 +299,7 @@ def _sum(words: torch.Tensor, first: int, table: torch.Tensor) -> torch.Tensor:
     product = words.to(torch.int64).mul_(table[: words.shape[1]])
     rows = table[ROW + first : ROW + first + count]
     if first + count > ROW:
-        rows = _odd(torch.arange(ROW + first, ROW + first + count, device=words.device))
+        rows = _odd(torch.arange(ROW + first, ROW + first + count, device="cpu")).to(words.device)
     return (product.sum(1) * rows).sum() if count > 1 else product.sum() * rows[0]
 
 
@@ -307,7 +307,7 @@ def _table(device: torch.device) -> torch.Tensor:
     """The weights of a row's words, then those of the first rows."""
     found = _TABLES.get(device)
     if found is None:
-        found = _odd(torch.arange(2 * ROW, device=device))
+        found = _odd(torch.arange(2 * ROW, device="cpu")).to(device)  # a GPU has kernels to load
         if type(found) is torch.Tensor and table_may_stay(device):  # no fake one
             _TABLES[device] = found
     return found

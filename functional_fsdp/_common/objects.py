@@ -91,6 +91,8 @@ def _known(value: Any) -> list[Part] | None:
     kind = type(value)
     if kind is dict:
         return _items(value)
+    if kind is OrderedDict and not value and not vars(value):  # as a module has for hooks, seven of them
+        return []
     if kind is list or kind is tuple:
         return [Part(f"[{i}]", x) for i, x in enumerate(value)]
     if kind in PROXIES or isinstance(value, weakref.ReferenceType):

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib import import_module
+from importlib.util import find_spec
 from types import CodeType
 from typing import Any
 
@@ -233,6 +234,13 @@ def symmetric_memory() -> Any:
     return found
 
 
+def connect(group: Any, device: torch.device) -> None:
+    """Have NCCL connect the ranks of a group, if no collective has done it. Collective."""
+    backend = group._get_backend(device)
+    if not getattr(backend, "_is_initialized", lambda: True)():  # a debugging wrapper does not say
+        backend.eager_connect_single_device(device)
+
+
 def read_objects_by(read: Callable[[torch.Tensor, int, Any], Any]) -> None:
     """Have the object collectives turn bytes [n, uint8] into objects by this function."""
     c10d._tensor_to_object = read
@@ -289,9 +297,9 @@ def inductor() -> Any:
     return torch._inductor
 
 
-#: what a first compilation imports as it goes; the first one also where all code is in the cache
+#: what a first compilation imports as it goes
 LATE = (
-    "sympy.physics.units", "torch.distributed.tensor.experimental", "torch.export._trace",
+    "sympy.tensor.tensor", "torch.distributed.tensor.experimental", "torch.export._trace",
     "torch._dynamo.backends.distributed", "torch._inductor.codegen.memory_planning", "torch._inductor.fx_passes.pad_mm",
     "torch._inductor.fx_passes.misc_patterns", "torch._inductor.fx_passes.fuse_attention",
     "torch._inductor.fx_passes.quantization", "torch._inductor.fx_passes.serialized_patterns",
@@ -305,12 +313,21 @@ def import_late() -> None:
     getattr(common, "init_backend_registration", lambda: None)()  # code of each kind of device
     getattr(cache, "torch_key", lambda: None)()  # of the cache: a hash of torch's files
     warm = os.path.isdir(os.path.join(cache.cache_dir(), "fxgraph"))
-    for name in LATE[:1] if warm else LATE:
+    in_cpp = () if find_spec("triton") else ("sympy.physics.units",)  # code in C++ is simplified by it
+    for name in () if warm else (*LATE, *in_cpp):
         with suppress(ImportError):
             import_module(name)
     patterns = () if warm else getattr(sys.modules.get(LATE[-1]), "__path__", ())
     for found in pkgutil.iter_modules(patterns):
         import_module(f"{LATE[-1]}.{found.name}")
+
+
+def triton_key() -> None:
+    """Make the key of Triton's cache, a hash of all its files, which it keeps. Without Triton nothing happens."""
+    for name in ("triton.runtime.cache", "triton.compiler.compiler"):
+        with suppress(ImportError, AttributeError):
+            import_module(name).triton_key()
+            break
 
 
 def start_compilers() -> None:

@@ -26,6 +26,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from functools import lru_cache, partial
+from itertools import chain
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple, NoReturn
 
@@ -130,7 +131,7 @@ class Copier:
         self.owned -= lends.keys()
         self.held = owning.seen.keys()  # functions, too
         self.kept += owning.seen.values()
-        full = [part for part in modules if any(True for _ in (*part.parameters(), *part.buffers()))]
+        full = [part for part in modules if any(True for _ in chain(part.parameters(), part.buffers()))]
         self.weights = {*memo, *self.buffers, *map(id, full)}
         self.barren: tuple[dict[int, Any], dict[int, Any]] = {}, {}  # objects that reach nothing owned, and no weight
         self.cells: dict[int, CellType] = {}

@@ -41,9 +41,8 @@ PARTS = (
     ("AOTAutograd", ("/torch/_functorch/",)),
     ("Dynamo", ("/torch/_dynamo/", "/torch/fx/", "/torch/_guards", "/sympy/")),
     ("graph capture", ("/_cuda_graph/", "/_capture/")),
-    ("agreement of ranks", ("/_runtime/agree", "/_runtime/joint", "/_runtime/restart", "/_distributed/store",
-                            "/_distributed/groups")),
-    ("weights and layout", ("/_state/init", "/_state/shard", "/_nn/", "/_spec/", "/_plan/", "/_common/checksum",
+    ("agreement of ranks", ("/_runtime/agree", "/_runtime/lanes", "/_runtime/restart", "/_distributed/")),
+    ("weights and layout", ("/_state/init", "/_state/shard", "/_nn/", "/_spec/", "/_plan/", "/_common/device",
                             "/_io/sources")),
     ("steps", ("functional_fsdp/", "/transforms/")),
 )  # fmt: skip
@@ -245,8 +244,11 @@ def finish_start() -> None:
 
 
 def _start() -> None:
+    key = threading.Thread(target=torch_private.triton_key, name="start_compilers: key")
+    key.start()  # it hashes files, and others can go on
     with suppress(Exception):  # whoever compiles imports it again, and sees why it fails
         torch_private.dynamo()
         torch_private.start_compilers()
         torch_private.inductor()
         torch_private.import_late()
+    key.join()

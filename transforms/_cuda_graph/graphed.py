@@ -363,9 +363,7 @@ class Graphed:
         draws, again = known.draws, again_from(known.draws, ranks.device)
         reseed(state, again, draws)
         randoms = Randoms(ranks)
-        gc.collect()
-        torch.cuda.synchronize(ranks.device)
-        torch.cuda.empty_cache()
+        _make_room(ranks.device)
         torch.cuda.reset_peak_memory_stats(ranks.device)
         before = torch.cuda.memory_allocated(ranks.device), torch.cuda.memory_reserved(ranks.device)
         assert known.reads.latest is not None
@@ -456,6 +454,17 @@ class Graphed:
         out = self._eagerly(ranks, known, state, leaves, treedef)
         known.reads.missed(values)
         return out
+
+
+def _make_room(device: torch.device) -> None:
+    """Give memory back that a graph may need. A whole garbage collection takes longer than the capture: it is for those
+    who have no memory left for what the process had at its peak."""
+    gc.collect(1)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info(device)[0] < torch.cuda.max_memory_allocated(device):
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _on(ranks: Ranks, leaves: list[Any], copy: bool = False) -> list[Any]:
