@@ -1,10 +1,13 @@
-"""Gradients that travel in few bits: sums by hand, bits of each run, what is lost and comes later, who carries it."""
+"""Gradients that travel in few bits, along all axes or one: sums by hand, bytes, what is lost and comes later, who
+carries it."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +27,47 @@ from functional_fsdp._spec.codec import Form
 Tree = dict[str, torch.Tensor]
 SHAPES = {"a.w": (48, 40), "a.b": (7,), "b.w": (3, 200)}
 CODECS = {"fp8_block": fsdp.fp8_block(), "int8": fsdp.int8(64), "mxfp8": fsdp.mxfp8(), "nf4": fsdp.nf4()}
+BOTH = ("replica", "shard")
+ON_BOTH = {
+    "ddp on both": fsdp.Placement(data=BOTH),
+    "zero1 on both": fsdp.Placement(main=BOTH),
+    "zero3 on both": fsdp.Placement(weights=BOTH, grads=BOTH, main=BOTH),
+}
 
 
-def wired(codec: Any = "fp8_block", feedback: bool = True, **more: Any) -> fsdp.Precision:
-    return fsdp.Precision(wire=CODECS.get(codec, codec), feedback=feedback, **more)
+def wired(codec: Any = "fp8_block", feedback: bool = True, axis: str = "", **more: Any) -> fsdp.Precision:
+    """Packed along one axis, or along all."""
+    codec = CODECS.get(codec, codec)
+    return fsdp.Precision(wire={axis: codec} if axis else codec, feedback=feedback, **more)
 
 
-def start(preset: str, precision: Any, **spec: Any) -> tuple[fsdp.State, Any]:
+def spec_of(placement: str, precision: Any, **spec: Any) -> fsdp.Spec:
+    if placement in ON_BOTH:
+        mesh: Any = fsdp.local_mesh(replica=2, shard=2)
+        return fsdp.Spec(mesh, ON_BOTH[placement], precision=precision, **spec)
+    mesh, placed = mesh_and_placement(placement)
+    return fsdp.Spec(mesh, placed, precision=precision, **spec)
+
+
+def start(placement: str, precision: Any, **spec: Any) -> tuple[fsdp.State, Any]:
     torch.manual_seed(0)
-    mesh, placement = mesh_and_placement(preset)
     params, model = fsdp.functionalize(Net())
-    return fsdp.shard(params, fsdp.Spec(mesh, placement, precision=precision, **spec), fsdp.sgd(lr=0.1)), model
+    return fsdp.shard(params, spec_of(placement, precision, **spec), fsdp.sgd(lr=0.1)), model
+
+
+def left(state: fsdp.State) -> Tree:
+    """This rank's part of what is owed."""
+    return {s.leaf.path: s.local.clone() for b in state.residual.values() for s in fsdp.extend.leaf_shards(b)}
+
+
+def owed(state: fsdp.State) -> Tree:
+    """What residuals add to a step's gradients, whole."""
+    found: Tree = {}
+    for buffer in state.residual.values():
+        ends = {axis: fsdp.Replicated for axis, _ in buffer.states}
+        local = buffer.redistribute(ends, average=state.spec.average).local
+        found |= {leaf.path: local[leaf.offset :][: leaf.numel].view(leaf.shape) for leaf in buffer.bucket.leaves}
+    return found
 
 
 # ---------------------------------------------------------------- by hand
@@ -52,69 +85,100 @@ def gradients(step: int, rank: int) -> Tree:
     return found
 
 
-def reduced(preset: str, codec: str, feedback: bool, average: str, steps: int) -> list[tuple[Tree, Tree]]:
-    """Of each step this rank's parts of the gradients, whole, and its residuals."""
-    mesh, placement = mesh_and_placement(preset)
-    spec = fsdp.Spec(mesh, placement, precision=wired(codec, feedback), average=average)  # type: ignore[arg-type]
+def reduced(
+    placement: str, precision: Any, average: Any, steps: int, micro: int = 1, transport: str = "collective"
+) -> list[tuple[Tree, Tree, Tree]]:
+    """Of each step the gradients and what is owed, whole, and this rank's part of it."""
+    spec = spec_of(placement, precision, average=average, transport=transport)
     state = fsdp.shard({path: torch.zeros(shape) for path, shape in SHAPES.items()}, spec, fsdp.sgd(lr=0.0))
     found = []
     for step in range(steps):
-        state = fsdp.finish_reductions(fsdp.reduce(state, gradients(step, dist.get_rank())))
+        for k in range(micro):
+            grads = gradients(step + 10 * k, dist.get_rank())
+            state = fsdp.reduce(state, grads, last_microbatch=k == micro - 1)
+        state = fsdp.finish_reductions(state)
         whole: Tree = {}
         for buffer in state.grads.values():
             whole |= fsdp.extend.gather_leaves(buffer)
         state = fsdp.step(state)
-        left = {s.leaf.path: s.local.clone() for b in state.residual.values() for s in fsdp.extend.leaf_shards(b)}
-        found.append((whole, left))
+        found.append((whole, owed(state), left(state)))
     return found
 
 
-@pytest.mark.parametrize(("codec", "feedback", "average"), product(CODECS, [True, False], ["mean", "sum"]))
-def test_sums_are_of_packed_values_in_the_order_of_ranks(codec: str, feedback: bool, average: str) -> None:
-    """Every bit: what each rank packs is unpacked, added up in float32, and divided."""
-    ranks, steps = 3, 3
-    found = launch(reduced, ("zero3", codec, feedback, average, steps), nprocs=ranks, simulate=True)
-    left = [{path: torch.zeros(shape) for path, shape in SHAPES.items()} for _ in range(ranks)]
-    for step in range(steps):
-        for path, shape in SHAPES.items():
-            form = Form(CODECS[codec], shape, torch.float32)
-            values = [gradients(step, rank)[path] + left[rank][path] for rank in range(ranks)]
-            sent = [form.unpack(form.pack(value)) for value in values]
-            total = (sent[0] + sent[1]) + sent[2]
-            right = total / torch.full((), 3.0) if average == "mean" else total
-            for rank in range(ranks):
-                assert torch.equal(found[rank][step][0][path], right), path
-                if feedback:
-                    left[rank][path] = values[rank] - sent[rank]
-                    assert torch.equal(found[rank][step][1][path].view(shape), left[rank][path])
-    assert bool(found[0][0][1]) is feedback
+ALL_AXES = [("zero3", "", codec, ((0,), (1,), (2,))) for codec in CODECS]
+FAST_AXIS = [("hfsdp", "replica", "fp8_block", ((0, 1), (2, 3)))]
 
 
-@pytest.mark.parametrize(("preset", "average"), each(PRESETS, ["mean", "sum"]))
-def test_nothing_is_lost_but_late(preset: str, average: str) -> None:
+@pytest.mark.parametrize(("row", "feedback", "average"), product(ALL_AXES + FAST_AXIS, [True, False], ["mean", "sum"]))
+def test_sums_are_of_packed_values_in_the_order_of_ranks(row: Any, feedback: bool, average: str) -> None:
+    """Every bit: the sum of each group, in float32, is packed; what it stands for is added up, and divided."""
+    placement, axis, codec, groups = row
+    precision, steps = wired(codec, feedback, axis, sum="fp32"), 3
+    ranks = sum(map(len, groups))
+    found = launch(reduced, (placement, precision, average, steps), nprocs=ranks, simulate=True)
+    lost = [{path: torch.zeros(shape) for path, shape in SHAPES.items()} for _ in groups]
+    mean = (lambda t, n: t / torch.full((), float(n))) if average == "mean" else (lambda t, n: t)
+    for step, (path, shape) in itertools.product(range(steps), SHAPES.items()):
+        form, sent = Form(CODECS[codec], shape, torch.float32), []
+        for owing, group in zip(lost, groups, strict=True):
+            value = mean(sum(gradients(step, rank)[path] for rank in group), len(group)) + owing[path]
+            sent.append(form.unpack(form.pack(value)))
+            owing[path] = value - sent[-1] if feedback else owing[path]
+        right = mean(sum(sent), len(groups))
+        assert all(torch.equal(rank[step][0][path], right) for rank in found), path
+        if feedback and not axis:
+            mine = [rank[step][2][path].view(shape) for rank in found]
+            assert all(torch.equal(one, owing[path]) for one, owing in zip(mine, lost, strict=True))
+    assert bool(found[0][0][2]) is feedback
+
+
+LATE: list[tuple[str, str, int, dict[str, Any]]] = [
+    *((preset, "", 1, {}) for preset in PRESETS),
+    ("hsdp", "replica", 1, {"sum": "fp32"}),
+    ("hsdp", "replica", 2, {}),
+    ("hsdp", "shard", 2, {}),
+    ("hfsdp", "replica", 2, {"compute": torch.bfloat16}),
+    ("ddp on both", "shard", 1, {"sum": "fp32"}),
+    ("ddp on both", "replica", 2, {}),
+    ("zero1 on both", "replica", 2, {}),
+    ("zero3 on both", "replica", 1, {}),
+]
+
+
+@pytest.mark.parametrize(("row", "average"), each(LATE, ["mean", "sum"]))
+def test_nothing_is_lost_but_late(row: Any, average: str) -> None:
     """What gradients add up to over steps, and what is still owed, is what they are: in every strategy."""
-    ranks, steps = 4, 6
-    found = launch(reduced, (preset, "fp8_block", True, average, steps), nprocs=ranks, simulate=True)
+    placement, axis, micro, more = row
+    steps, near = 6 if not axis else 4, 0.1 if "compute" in more else 1e-4 if axis else 1e-5
+    found = launch(reduced, (placement, wired(axis=axis, **more), average, steps, micro), nprocs=4, simulate=True)
     for path in SHAPES:
-        right = torch.stack([gradients(s, r)[path].double() for s in range(steps) for r in range(ranks)]).sum(0)
+        every = [gradients(s + 10 * k, r)[path].double() for s in range(steps) for k in range(micro) for r in range(4)]
+        right = torch.stack(every).sum(0) / (4 if average == "mean" else 1)
         came = torch.stack([found[0][s][0][path].double() for s in range(steps)]).sum(0)
-        owed = torch.stack([found[r][-1][1][path].double() for r in range(ranks)]).sum(0).view(right.shape)
-        if average == "mean":
-            right, owed = right / ranks, owed / ranks
-        assert torch.allclose(came + owed, right, atol=1e-5), path
+        assert torch.allclose(came + found[0][-1][1][path], right, atol=near), path
         assert (came - right).abs().max() > 1e-4, "packed"
-        for rank in range(ranks):
-            assert torch.equal(found[rank][-1][0][path], found[0][-1][0][path])
+        for rank in found:
+            assert all(torch.equal(one[0][path], other[0][path]) for one, other in zip(rank, found[0], strict=True))
+
+
+def test_copy_engines_reduce_along_the_fast_axis() -> None:
+    """The second hop is a collective's, of packed bytes."""
+    precision = wired(axis="replica", sum="fp32")
+    found = [
+        launch(reduced, ("hsdp", precision, "mean", 2, 1, transport), nprocs=4, simulate=True)
+        for transport in ("collective", "copy_engine")
+    ]
+    for one, other in zip(*found, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            assert all(torch.equal(a[path], b[path]) for a, b in zip(mine, theirs, strict=True) for path in a)
 
 
 # ---------------------------------------------------------------- driven
 
 
-def driven(preset: str, precision: fsdp.Precision, steps: int, micro: int = 1, **spec: Any) -> tuple[list[float], Tree]:
-    state, model = start(preset, precision, **spec)
-    forward_backward: Any = T.forward_backward(model, loss_fn)
-    if micro > 1:
-        forward_backward = T.accumulate(forward_backward, micro)
+def driven(placement: str, precision: Any, steps: int, micro: int = 1, **spec: Any) -> tuple[list[float], Tree]:
+    state, model = start(placement, precision, **spec)
+    forward_backward: Any = T.accumulate(T.forward_backward(model, loss_fn), micro)
     losses = []
     for step in range(steps):
         state, loss = forward_backward(state, batch(step, dist.get_rank()))
@@ -124,18 +188,22 @@ def driven(preset: str, precision: fsdp.Precision, steps: int, micro: int = 1, *
     return losses, fsdp.full_params(state)
 
 
+@cache
+def plainly(placement: str, ranks: int, steps: int, micro: int = 1) -> tuple[list[float], Tree]:
+    return launch(driven, (placement, fsdp.Precision(), steps, micro), nprocs=ranks, simulate=True)[0]
+
+
 def far(a: Tree, b: Tree) -> float:
     return sum((a[path] - b[path]).square().sum().item() for path in a) ** 0.5
 
 
-@pytest.mark.parametrize("preset", ["zero3", "ddp", "hsdp"])
+@pytest.mark.parametrize("preset", ["zero3", pytest.param("ddp", marks=pytest.mark.large), "hsdp"])
 def test_each_run_has_the_same_bits_and_feedback_stays_nearer(preset: str) -> None:
     steps, ranks = 8, 4 if preset == "hsdp" else 2
-    runs = [
+    with_it, again, without = (
         launch(driven, (preset, wired("nf4", on), steps), nprocs=ranks, simulate=True) for on in (True, True, False)
-    ]
-    plain = launch(driven, (preset, fsdp.Precision(), steps), nprocs=ranks, simulate=True)[0][1]
-    with_it, again, without = runs
+    )
+    plain = plainly(preset, ranks, steps)[1]
     for (losses, params), (twice, others) in zip(with_it, again, strict=True):
         assert losses == twice
         assert all(torch.equal(params[path], others[path]) for path in params)
@@ -143,114 +211,138 @@ def test_each_run_has_the_same_bits_and_feedback_stays_nearer(preset: str) -> No
     assert far(with_it[0][1], plain) < 0.5 * far(without[0][1], plain)
 
 
-@pytest.mark.parametrize("preset", ["zero1", "hsdp"])
+SCHEDULES = [fsdp.Schedule(), fsdp.Schedule(debug=True), fsdp.Schedule(overlap_update=True)]
+
+
 @pytest.mark.parametrize(
-    "schedule", [fsdp.Schedule(), fsdp.Schedule(debug=True), fsdp.Schedule(overlap_update=True)], ids=str
+    ("where", "schedule"), each([("zero1", "", 2), ("hsdp", "", 4), ("hsdp", "replica", 4)], SCHEDULES)
 )
-def test_microbatches_and_schedules(preset: str, schedule: fsdp.Schedule) -> None:
-    ranks = 4 if preset == "hsdp" else 2
-    found = launch(driven, (preset, wired(), 4, 2), {"schedule": schedule}, nprocs=ranks, simulate=True)
-    plain = launch(driven, (preset, fsdp.Precision(), 4, 2), nprocs=ranks, simulate=True)
-    assert found[0][0] == pytest.approx(plain[0][0], rel=1e-3)
+def test_microbatches_and_schedules(where: Any, schedule: fsdp.Schedule) -> None:
+    placement, axis, ranks = where
+    given = placement, wired(axis=axis), 4, 2
+    found = launch(driven, given, {"schedule": schedule}, nprocs=ranks, simulate=True)
+    losses, _ = plainly(placement, ranks, 4, 2)
+    assert found[0][0] == pytest.approx(losses, rel=1e-3)
+    assert found[0][0] != losses
     assert all(torch.equal(found[0][1][path], one[1][path]) for one in found for path in one[1])
 
 
-def sent(preset: str, precision: fsdp.Precision) -> None:
-    mesh, placement = mesh_and_placement(preset)
+def sent(placement: str, precision: fsdp.Precision) -> None:
     params = {"w": torch.zeros(256, 512, dtype=torch.bfloat16)}
-    state = fsdp.shard(params, fsdp.Spec(mesh, placement, precision=precision), fsdp.sgd(lr=0.1))
+    state = fsdp.shard(params, spec_of(placement, precision), fsdp.sgd(lr=0.1))
     fsdp.finish_reductions(fsdp.reduce(state, params))
 
 
-@pytest.mark.parametrize("preset", ["zero3", "zero2", "ddp"])
-def test_bytes_on_the_wire(preset: str) -> None:
-    half, found = fsdp.Precision(compute=torch.bfloat16), []
-    for precision in (half, fsdp.Precision(compute=torch.bfloat16, wire=fsdp.fp8_block, feedback=True)):
-        with fsdp.simulate(data=4) as world:
-            world(sent, preset, precision)
-            found.append(world.traffic.bytes(lane="reduce"))
-    assert found[0] == 4 * 2 * (256 * 512 * 3 // 4) * (2 if preset == "ddp" else 1)
-    assert found[1] == found[0] * (256 + 4) // 512
-    assert found[1] <= 0.51 * found[0]
+def traffic(placement: str, precision: fsdp.Precision, sizes: dict[str, int]) -> dict[str, int]:
+    """Bytes of gradients by axis."""
+    with fsdp.simulate(**sizes) as world:  # type: ignore[arg-type]
+        world(sent, placement, precision)
+        return {axis: world.traffic.bytes(lane="reduce", axis=axis) for axis in sizes}
+
+
+def test_bytes_on_the_wire() -> None:
+    """A scale of 4 bytes for 256 elements; along an axis that does not pack, as without."""
+    half = fsdp.Precision(compute=torch.bfloat16)
+    for preset in ("zero3", "zero2", "ddp"):
+        plain, packed = (traffic(preset, one, {"data": 4})["data"] for one in (half, wired(compute=torch.bfloat16)))
+        assert plain == 4 * 2 * (256 * 512 * 3 // 4) * (2 if preset == "ddp" else 1)
+        assert packed * 512 == plain * (256 + 4)
+    both = {"replica": 2, "shard": 2}
+    there, mine = (traffic("hsdp", one, both) for one in (half, wired(axis="replica", compute=torch.bfloat16)))
+    assert there["shard"] == mine["shard"] > 0
+    assert mine["replica"] * 512 == there["replica"] * (256 + 4)
 
 
 # ---------------------------------------------------------------- who carries the residual
 
 
-def carried(folder: Path) -> None:
-    state, model = start("zero3", wired())
-    forward_backward = T.forward_backward(model, loss_fn)
-    rank = dist.get_rank()
+def carried(folder: Path, placement: str, axis: str, average: Any) -> None:
+    precision, more = wired(axis=axis), {"average": average}
+    state, model = start(placement, precision, **more)
+    forward_backward, rank = T.forward_backward(model, loss_fn), dist.get_rank()
 
     def stepped(state: fsdp.State, step: int) -> fsdp.State:
         return fsdp.step(forward_backward(state, batch(step, rank))[0])
 
-    def left(state: fsdp.State) -> Tree:
-        return {s.leaf.path: s.local.clone() for b in state.residual.values() for s in fsdp.extend.leaf_shards(b)}
-
     def same(a: fsdp.State, b: Tree) -> None:
-        assert all(torch.equal(one, b[path]) for path, one in left(a).items())
+        found = left(a)
+        assert all(torch.equal(one, b[path]) for path, one in found.items())
         assert any(one.any() for one in b.values())
 
     state = stepped(state, 0)
-    before = left(state)
+    assert not axis or sum(b.local.numel() for b in state.residual.values()) * 2 == sum(
+        b.numel for b in state.layout.buckets.values()
+    )
+    before, owing = left(state), owed(state)
     forward_backward(state, batch(7, rank))  # a step that is not taken
     same(state, before)
-    skipped = fsdp.step(forward_backward(copy.deepcopy(state), batch(1, rank))[0], skip=torch.tensor(True))
-    same(skipped, before)
+    same(fsdp.step(forward_backward(copy.deepcopy(state), batch(1, rank))[0], skip=torch.tensor(True)), before)
     poisoned, found = T.any_nonfinite(forward_backward(copy.deepcopy(state), batch(1, rank) * float("nan"))[0])
     same(fsdp.step(poisoned, skip=found), before)
     fsdp.save(state, folder / "a")
-    copies = [
+    moved, *copies = (
         copy.deepcopy(state),
         pickle.loads(pickle.dumps(state)),
-        fsdp.load(folder / "a", like=start("zero3", wired())[0]),
-    ]
-    copies += [
+        fsdp.load(folder / "a", like=start(placement, precision, **more)[0]),
         fsdp.load(folder / "a", state.spec, fsdp.sgd(lr=0.1)),
         fsdp.replace_params(state, fsdp.full_params(state)),
-    ]
-    for one in copies:
+    )
+    for one in (moved, *copies):
         same(one, before)
-    mesh: Any = state.spec.mesh
-    moved = fsdp.redistribute(copies[0], fsdp.Spec(mesh, fsdp.ddp("data"), precision=wired()))
-    same(moved, before)
+    others = [("hfsdp", axis), ("hsdp", "shard"), ("ddp on both", axis), ("hsdp", axis), ("hsdp", "")]
+    for there, along in others if axis else [("ddp", "")]:
+        loaded = fsdp.load(folder / "a", like=start(there, wired(axis=along), **more)[0])
+        moved = fsdp.redistribute(moved, spec_of(there, wired(axis=along), **more))
+        for path, right in owing.items():
+            for one in (loaded, moved):
+                assert torch.allclose(owed(one)[path], right, atol=1e-8), (there, along, path)
+    if not axis:
+        same(moved, before)
     state = stepped(state, 1)
     after, params = left(state), fsdp.full_params(state)
-    for one in copies[1:]:
+    for one in copies:
         again = stepped(one, 1)
         same(again, after)
         assert all(torch.equal(p, params[path]) for path, p in fsdp.full_params(again).items())
+    right_of = owed(state)
+    for path, (bias, norm) in T.wire_error(state).items():
+        mean = right_of[path].mean() / (1 if average == "mean" else 2 if axis else dist.get_world_size())
+        assert norm > 0
+        assert bias.item() == pytest.approx(mean.item(), abs=1e-6 * norm.item())
     frozen = fsdp.freeze(state, "blocks.0.*")
     same(frozen, after)
-    assert {b.leaves[0].path.split(".")[1] for b in (one.bucket for one in frozen.residual.values())} == {"1"}
-    plain = fsdp.redistribute(frozen, fsdp.Spec(mesh, trainable=dict(frozen.spec.trainable)))
-    assert not plain.residual
+    assert {one.bucket.leaves[0].path.split(".")[1] for one in frozen.residual.values()} == {"1"}
+    trainable = dict(frozen.spec.trainable)
+    assert not fsdp.redistribute(frozen, spec_of(placement, fsdp.Precision(), **more, trainable=trainable)).residual
 
 
-def test_copies_files_layouts_and_skipped_steps_carry_it(tmp_path: Path) -> None:
-    launch(carried, (tmp_path,), nprocs=2, simulate=True)
+@pytest.mark.parametrize(
+    ("placement", "axis", "average"),
+    [("zero3", "", "mean"), ("hsdp", "replica", "mean"), ("hsdp", "replica", "sum")],
+)
+def test_copies_files_layouts_and_skipped_steps_carry_it(
+    placement: str, axis: str, average: str, tmp_path: Path
+) -> None:
+    launch(carried, (tmp_path, placement, axis, average), nprocs=4 if axis else 2, simulate=True)
 
 
-def owed(folder: Path | None, average: str, steps: int) -> Tree:
+def read_again(folder: Path, average: str, steps: int) -> Tree:
     """What ranks together owe, as it counts in a step. From a folder, or after steps, into it."""
     state, model = start("zero3", wired(), average=average)
     if steps:
         for step in range(steps):
             state = fsdp.step(T.forward_backward(model, loss_fn)(state, batch(step, dist.get_rank()))[0])
-        fsdp.save(state, folder)  # type: ignore[arg-type]
+        fsdp.save(state, folder)
     else:
-        state = fsdp.load(folder, like=state)  # type: ignore[arg-type]
-    found = {s.leaf.path: s.local.clone() for b in state.residual.values() for s in fsdp.extend.leaf_shards(b)}
-    state, found = fsdp.psum(state, found) if average == "sum" else fsdp.pmean(state, found)
-    return found
+        state = fsdp.load(folder, like=state)
+    return owed(state)
 
 
 @pytest.mark.parametrize("average", ["mean", "sum"])
 def test_another_number_of_ranks_owes_as_much(average: str, tmp_path: Path) -> None:
-    right = launch(owed, (tmp_path / "a", average, 2), nprocs=3, simulate=True)[0]
+    right = launch(read_again, (tmp_path / "a", average, 2), nprocs=3, simulate=True)[0]
     for ranks in (1, 2, 4):
-        for found in launch(owed, (tmp_path / "a", average, 0), nprocs=ranks, simulate=True):
+        for found in launch(read_again, (tmp_path / "a", average, 0), nprocs=ranks, simulate=True):
             for path, one in found.items():
                 assert torch.allclose(one, right[path], rtol=1e-4, atol=1e-9)
                 assert right[path].any()
@@ -274,15 +366,14 @@ def test_checkpoints_without_it_and_states_without_it(tmp_path: Path) -> None:
 def errors() -> tuple[dict[str, Any], Tree]:
     state, model = start("zero3", wired())
     state = fsdp.step(T.forward_backward(model, loss_fn)(state, batch(0, dist.get_rank()))[0])
-    found = {path: (one.bias, one.norm) for path, one in T.wire_error(state).items()}
-    return found, {s.leaf.path: s.local.clone() for b in state.residual.values() for s in fsdp.extend.leaf_shards(b)}
+    return {path: (one.bias, one.norm) for path, one in T.wire_error(state).items()}, left(state)
 
 
 def test_errors_are_reported_by_leaf() -> None:
     ranks = launch(errors, (), nprocs=2, simulate=True)
     for found, _ in ranks:
         for path, (bias, norm) in found.items():
-            every = torch.stack([left[path] for _, left in ranks])
+            every = torch.stack([mine[path] for _, mine in ranks])
             assert norm == pytest.approx(every.norm().item(), rel=1e-4)
             assert bias == pytest.approx(every.mean().item(), abs=1e-6 * norm.item())
             assert norm > 0
@@ -294,20 +385,32 @@ def test_errors_are_reported_by_leaf() -> None:
 # ---------------------------------------------------------------- what is said, and refused
 
 
+def layout(spec: fsdp.Spec) -> fsdp.Layout:
+    return fsdp.make_layout({path: torch.zeros(shape) for path, shape in SHAPES.items()}, spec)
+
+
 def test_blocks_are_of_one_leaf_and_one_slice_and_padding_is_printed() -> None:
-    layout = fsdp.make_layout(
-        {path: torch.zeros(shape) for path, shape in SHAPES.items()}, fsdp.Spec({"data": 3}, precision=wired())
-    )
-    for bucket in layout.buckets.values():
+    found = layout(fsdp.Spec({"data": 3}, precision=wired()))
+    for bucket in found.buckets.values():
         assert all(leaf.offset % 256 == 0 for leaf in bucket.leaves)
         assert bucket.numel % (3 * 256) == 0
         assert bucket.wire_bytes(bucket.numel) == bucket.numel + bucket.numel // 256 * 4
-    assert layout.padding() > 0.1
-    without = fsdp.Spec({"data": 3}, precision=wired(feedback=False))
-    assert fsdp.make_layout({path: torch.zeros(shape) for path, shape in SHAPES.items()}, without).hash != layout.hash
+    assert found.padding() > 0.1
+    assert layout(fsdp.Spec({"data": 3}, precision=wired(feedback=False))).hash != found.hash
+    on_two = {"replica": 2, "shard": 2}, fsdp.hsdp(*BOTH)
+    assert len({layout(fsdp.Spec(*on_two, precision=wired(axis=axis))).hash for axis in ("", *BOTH)}) == 3
+
+
+def test_what_is_said() -> None:
+    whole, one = wired(compute=torch.bfloat16), wired(axis="replica", compute=torch.bfloat16)
     text = "main float32, compute bfloat16, grads float32, wire fp8_block(block=256) with feedback, sum fp32"
-    assert str(wired(compute=torch.bfloat16).resolve(torch.float32)) == text
-    assert "wire fp8_block(block=256) with feedback" in str(wired())
+    assert str(whole.resolve(torch.float32)) == text
+    assert "wire fp8_block(block=256) with feedback" in str(whole)
+    text = "wire bfloat16, over replica fp8_block(block=256) with feedback, sum native"
+    assert text in str(one.resolve(torch.float32))
+    assert "wire fp8_block(block=256) over replica with feedback" in str(one)
+    again = wired(axis="replica", compute=torch.bfloat16)
+    assert (one, hash(one)) == (again, hash(again))
 
 
 @pytest.mark.parametrize(
@@ -317,7 +420,11 @@ def test_blocks_are_of_one_leaf_and_one_slice_and_padding_is_printed() -> None:
         ({"feedback": 1}, "Precision(feedback=1): expected True or False"),
         ({"wire": fsdp.int8()}, "it packs all of a tensor at once, and ranks are sent parts"),
         ({"wire": fsdp.nf4(nested=True)}, "it packs all of a tensor at once"),
+        ({"wire": {"replica": fsdp.int8}}, "it packs all of a tensor at once"),
         ({"wire": fsdp.fp8_block, "sum": "native"}, "backends do not add up packed numbers"),
+        ({"wire": {}}, "expected one axis of the mesh and a codec"),
+        ({"wire": {"replica": torch.bfloat16}}, "expected one axis of the mesh and a codec"),
+        ({"wire": {"a": fsdp.fp8_block, "b": fsdp.fp8_block}}, "expected one axis of the mesh and a codec"),
     ],
 )
 def test_what_a_precision_cannot_be(given: dict[str, Any], said: str) -> None:
@@ -325,23 +432,29 @@ def test_what_a_precision_cannot_be(given: dict[str, Any], said: str) -> None:
         fsdp.Precision(**given)
 
 
-def test_what_cannot_be_is_refused_by_name() -> None:
-    leaf = {"w": torch.zeros(8, 8)}
-    with pytest.raises(fsdp.SpecError, match="the transport 'copy_engine' does not move packed gradients"):
-        fsdp.make_layout(leaf, fsdp.Spec({"data": 2}, precision=wired(), transport="copy_engine"))
-    with pytest.raises(fsdp.SpecError, match="the transport 'symmetric' does not move packed gradients"):
-        fsdp.make_layout(leaf, fsdp.Spec({"data": 2}, precision=wired(), transport="symmetric"))
+FAR = fsdp.zero3("data", memory_kind="pinned_host")
+ON_TWO: dict[str, Any] = {"placement": fsdp.hsdp(*BOTH), "precision": wired(axis="shard"), "transport": "copy_engine"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given", "said"),
+    [
+        ({"data": 2}, {"transport": "copy_engine"}, "the transport 'copy_engine' does not move packed gradients"),
+        ({"data": 2}, {"transport": "symmetric"}, "the transport 'symmetric' does not move packed gradients"),
+        ({"replica": 2, "shard": 2}, ON_TWO, "the transport 'copy_engine' does not move packed gradients"),
+        ({"data": 2}, {"placement": FAR}, "its state lies in the host's memory"),
+        ({"data": 2}, {"precision": wired(axis="replica")}, "the leaf 'w': its gradients are reduced along 'data'"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(sizes: dict[str, int], given: dict[str, Any], said: str) -> None:
+    with pytest.raises(fsdp.SpecError, match=said):
+        fsdp.make_layout({"w": torch.zeros(8, 8)}, fsdp.Spec(sizes, **{"precision": wired(), **given}))
+
+
+def test_float64_and_steps_that_are_compiled_whole_are_refused() -> None:
     with pytest.raises(fsdp.SpecError, match="of a leaf that compute sees in float64"):
         fsdp.make_layout({"w": torch.zeros(8, dtype=torch.float64)}, fsdp.Spec({"data": 2}, precision=wired()))
-    far_away = fsdp.zero3("data", memory_kind="pinned_host")
-    with pytest.raises(fsdp.SpecError, match="its state lies in the host's memory"):
-        fsdp.make_layout(leaf, fsdp.Spec({"data": 2}, far_away, precision=wired()))
     state, model = start("zero3", wired())
     forward_backward = T.forward_backward(model, loss_fn)
-
-    def step(state: fsdp.State, x: torch.Tensor) -> Any:
-        state, loss = forward_backward(state, x)
-        return fsdp.step(state), loss
-
     with pytest.raises(fsdp.ScheduleError, match="compiled whole does not send gradients in a codec"):
-        T.compile(step)(state, batch(0, 0))
+        T.compile(lambda state, x: fsdp.step(forward_backward(state, x)[0]))(state, batch(0, 0))
