@@ -14,6 +14,7 @@ from support.driven import Boom, Dropout, raised, start
 from support.models import CASES, Stack, batch_of, entropy, made
 from support.problems import full_grads, largest
 from support.ranks import launch
+from support.scenario import Scenario, all_alike, apart, plain
 from support.tables import each
 
 import functional_fsdp as fsdp
@@ -139,66 +140,36 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     return LOSSES[name][0]().to(dtype)
 
 
-def driven(name: str, preset: str, micro: int) -> tuple[list[float], list[Tree], bool]:
-    """Losses and gradients of two steps, and whether the copy is without weights afterwards."""
-    state, model = start(build(name), preset)
-    forward_backward = T.forward_backward(model, LOSSES[name][1], second_order=True)
-    losses, grads = [], []
-    for step in range(2):
-        for k in range(micro):
-            seed = 100 * step + 10 * dist.get_rank() + k
-            state, loss = forward_backward(state, seed, last_microbatch=k == micro - 1, scale=1 / micro)
-            losses.append(loss.item())
-        state = fsdp.finish_reductions(state)
-        grads.append(full_grads(state))
-        state = fsdp.step(state)
-    clean = not any(type(p) in (torch.Tensor, nn.Parameter) for p in forward_backward.driver.model.parameters())
-    return losses, grads, clean
-
-
-def plain(name: str, micro: int) -> tuple[list[list[float]], list[Tree]]:
-    model, loss_fn = build(name), LOSSES[name][1]
-    trained = {path: p for path, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, weight_decay=0.1)
-    losses: list[list[float]] = [[], []]
-    grads = []
-    for step in range(2):
-        optimizer.zero_grad()
-        for rank in range(2):
-            for k in range(micro):
-                loss = loss_fn(model, 100 * step + 10 * rank + k)
-                (loss / 2 / micro).backward()
-                losses[rank].append(loss.item())
-        grads.append({path: p.grad.clone() for path, p in trained.items() if p.grad is not None})
-        optimizer.step()
-    return losses, grads
+def of(name: str, **more: Any) -> Scenario:
+    data = lambda step, rank, micro: 100 * step + 10 * rank + micro  # noqa: E731
+    options = {"second_order": True}
+    return Scenario(model=lambda: build(name), loss_fn=LOSSES[name][1], data=data, options=options, **more)
 
 
 @pytest.mark.parametrize(("name", "preset"), each(LOSSES, ["zero3", "zero2"]))
 def test_gradients_of_gradients_are_the_plain_modules(name: str, preset: str) -> None:
-    micro = 2 if name == "the embedding" else 1
-    losses, grads = plain(name, micro)
-    for rank, (got, found, clean) in enumerate(launch(driven, (name, preset, micro), nprocs=2)):
-        assert got == pytest.approx(losses[rank], rel=1e-12)
-        for a, b in zip(found, grads, strict=True):
-            assert a.keys() == b.keys()
-            assert largest(a, b) < 1e-10
-            assert max(g.abs().max().item() for g in b.values()) > 1e-3
-        assert clean
+    one = of(name, preset=preset, micro=2 if name == "the embedding" else 1)
+    wanted = plain(one, 2)
+    for seen in all_alike(one, other=wanted):
+        assert max(map(apart, seen.grads, wanted[0].grads)) < 1e-10
+    assert all(max(g.abs().max().item() for g in grads.values()) > 1e-3 for grads in wanted[0].grads)
 
 
-def in_float32(name: str) -> Tree:
+def in_float32(name: str) -> tuple[Tree, bool]:
+    """Gradients, and whether the copy that computes is without weights afterwards."""
     state, model = start(build(name, torch.float32), "zero3")
-    loss_fn = LOSSES[name][1]
-    state, _ = T.forward_backward(model, loss_fn, second_order=True)(state, 10 * dist.get_rank())
-    return full_grads(fsdp.finish_reductions(state))
+    forward_backward = T.forward_backward(model, LOSSES[name][1], second_order=True)
+    state, _ = forward_backward(state, 10 * dist.get_rank())
+    clean = not any(type(p) in (torch.Tensor, nn.Parameter) for p in forward_backward.driver.model.parameters())
+    return full_grads(fsdp.finish_reductions(state)), clean
 
 
 def test_in_float32() -> None:
-    _, (grads, _) = plain("tied weights", 1)
-    for found in launch(in_float32, ("tied weights",), nprocs=2):
+    grads = plain(of("tied weights", steps=1), 2)[0].grads[0]
+    for found, clean in launch(in_float32, ("tied weights",), nprocs=2):
         for path, g in grads.items():
             assert (found[path] - g).abs().max() < 1e-5 * g.abs().max()
+        assert clean
 
 
 # ---------------------------------------------------------------- as the first-order one otherwise
