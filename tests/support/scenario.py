@@ -161,7 +161,7 @@ def copied(tree: Mapping[str, torch.Tensor]) -> Tree:
 
 def alike(seen: Seen, want: Seen, within: float = 1e-9) -> None:
     """Losses, gradients if both have them, weights and buffers."""
-    assert max(abs(a - b) for a, b in zip(seen.losses, want.losses, strict=True)) <= within
+    assert all(abs(a - b) <= within for a, b in zip(seen.losses, want.losses, strict=True))
     for found, wanted in zip(seen.grads, want.grads, strict=bool(seen.grads and want.grads)):
         assert apart(found, {key: wanted[key] for key in found}) <= within
     for found, wanted in zip(seen.weights, want.weights, strict=True):
@@ -170,7 +170,8 @@ def alike(seen: Seen, want: Seen, within: float = 1e-9) -> None:
 
 def apart(a: Tree, b: Tree) -> float:
     assert a.keys() == b.keys()
-    return max(((a[key].double() - b[key].double()).abs().max().item() for key in a if a[key].numel()), default=0.0)
+    far = (torch.nan_to_num(a[key].double() - b[key].double(), nan=torch.inf).abs() for key in a if a[key].numel())
+    return max((one.max().item() for one in far), default=0.0)
 
 
 def all_alike(one: Scenario, ranks: int = 2, within: float = 1e-9, other: Iterable[Seen] | None = None) -> list[Seen]:
