@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from support.presets import PRESETS, placement_of, ranks_of
-from support.problems import LOOPS, Block, Tree, batch, full_grads, loss_fn, mesh_and_placement, net
+from support.problems import Block, Tree, batch, full_grads, loss_fn, net
 from support.ranks import launch
+from support.scenario import Scenario, Seen, all_alike, on_ranks
 from support.tables import FULL, marked
 
 import functional_fsdp as fsdp
@@ -19,44 +22,29 @@ from functional_fsdp import Schedule
 from functional_fsdp import transforms as T
 
 MICRO, STEPS = 3, 3
-UNITS = ("embed.weight", "blocks.0", "blocks.1", "blocks.2", "tail")
 
 
-def gathered(state: fsdp.State, since: dict[str, int]) -> Counter[str]:
-    """How often each bucket was gathered, since so many jobs; where two axes shard it, along the first."""
-    log = state.version.lineage.runtime.issued["gather"]
-    jobs = [*log.tail][len(log.tail) - (log.count - since["gather"]) :]
-    axes = {b.name: b.placement.weights[0] for b in state.layout.buckets.values() if b.placement.weights}
-    return Counter(one.bucket for job in jobs for one in job if axes.get(one.bucket) == one.axis)
+@cache
+def both(model: Any) -> Any:
+    return T.apply(model), T.forward_backward(model, loss_fn)
 
 
-def trained(preset: str, how: str, keep: Any, spec: dict[str, Any]) -> list[Any]:
-    """Losses, gradients and gathers of each step; in the second an evaluation between two microbatches."""
-    mesh, placement = mesh_and_placement(preset)
-    params, model = fsdp.functionalize(net())
-    made = fsdp.Spec(mesh, placement, schedule=Schedule(keep=keep), **spec)
-    state = fsdp.shard(params, made, fsdp.adamw(lr=1e-2, weight_decay=0.1))
-    evaluate, forward_backward = T.apply(model), T.forward_backward(model, loss_fn)
-    seen = []
-    for step in range(STEPS):
-        since = {lane: log.count for lane, log in state.version.lineage.runtime.issued.items()}
-        losses = []
-        for k in range(MICRO):
-            data = batch(step, dist.get_rank(), k)
-            if how == "driven":
-                state, loss = forward_backward(state, data, last_microbatch=k == MICRO - 1)
-                if step == k == 1:
-                    state, out = evaluate(state, data[0])
-                    losses.append(out.sum())
-            else:
-                state, loss = LOOPS[how](model, state, data, k == MICRO - 1)
-            losses.append(loss)
-        counts = gathered(state, since)
-        state = fsdp.finish_reductions(state)
-        grads = full_grads(state)
-        state = fsdp.step(state)
-        seen.append((losses, grads, fsdp.full_params(state), counts))
-    return seen
+def driven(model: Any, state: fsdp.State, data: Any, last: bool) -> tuple[fsdp.State, torch.Tensor]:
+    """With evaluations between microbatches."""
+    evaluate, forward_backward = both(model)
+    state, loss = forward_backward(state, data, last_microbatch=last)
+    if last:
+        return state, loss
+    state, out = evaluate(state, data[0])
+    return state, loss + out.sum()
+
+
+def gathers(seen: Seen, preset: str) -> Counter[str]:
+    """How often each bucket was gathered in the last step; where two axes shard it, along the first."""
+    axis, found = placement_of(preset).weights[0], Counter[str]()
+    for hop, n in seen.traffic.items():
+        found[hop.bucket] += n * (hop.lane == "gather" and hop.axis == axis)
+    return +found
 
 
 ROWS = [(p, how, t) for p in PRESETS for how in ("driven", "by_unit") for t in ("collective", "copy_engine")]
@@ -65,17 +53,14 @@ ONCE = [("zero3", "driven", "collective"), ("hsdp", "by_unit", "collective"), ("
 
 @pytest.mark.parametrize(("preset", "how", "transport"), marked(ROWS, ONCE))
 def test_microbatches_share_one_gather_of_each_unit(preset: str, how: str, transport: str) -> None:
-    ranks, spec = ranks_of(preset), {"transport": transport} if transport == "copy_engine" else {}
-    each = launch(trained, (preset, how, (), spec), nprocs=ranks)
-    once = launch(trained, (preset, how, "all", spec), nprocs=ranks)
-    for mine, others in zip(once, each, strict=True):
-        for step, (kept, anew) in enumerate(zip(mine, others, strict=True)):
-            torch.testing.assert_close(kept[:3], anew[:3], rtol=0, atol=0)
-            counted = placement_of(preset).weights and transport == "collective"  # a read is no collective
-            if counted and (step or how == "by_unit"):  # a driven order is found first
-                assert set(kept[3].values()) == {1}
-                assert sum(kept[3].values()) == 6  # a unit has two buckets
-                assert anew[3]["blocks.0"] == 2 * MICRO + (step == 1 and how == "driven")
+    ranks, spec = ranks_of(preset), {"transport": transport, "schedule": Schedule(keep=())}
+    one = Scenario(preset=preset, loop=driven if how == "driven" else how, spec=spec, steps=STEPS, micro=MICRO)
+    each = on_ranks(one, ranks)
+    once = all_alike(replace(one, spec=spec | {"schedule": Schedule(keep="all")}), ranks, 0.0, each)
+    if placement_of(preset).weights and transport == "collective":  # a read is no collective
+        for kept, anew in zip(once, each, strict=True):
+            assert sorted(gathers(kept, preset).values()) == [1] * 6  # a unit has two buckets
+            assert gathers(anew, preset)["blocks.0"] == 2 * MICRO + (how == "driven") * (MICRO - 1)
 
 
 def accumulated(keep: Any, compiled: bool) -> tuple[list[Any], Counter[str]]:

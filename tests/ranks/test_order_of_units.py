@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from support.scenario import SGD, Scenario, Seen, alike, plain, run
 from support.tables import FULL
 from torch.utils.checkpoint import checkpoint
 
@@ -70,34 +71,13 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
 
 
-def loss_fn(model: Any, x: torch.Tensor, how: str) -> torch.Tensor:
-    return model(x, how).square().mean()
-
-
-def worst(name: str, hows: list[str], transport: str = "collective", **schedule: Any) -> float:
-    """The largest difference of weights from the plain module's, after a step for each of `hows`."""
-    mesh = fsdp.local_mesh()
-    ranks, rank = mesh.size(), mesh.get_rank()
-    params, model = fsdp.functionalize(make(name))
-    state = fsdp.shard(
-        params, Spec(mesh, schedule=Schedule(debug=True, **schedule), transport=transport), fsdp.sgd(0.1)
-    )
-    forward_backward = T.forward_backward(model, loss_fn)
-    plain = make(name)
-    found = 0.0
-    for step, how in enumerate(hows):
-        state, _ = forward_backward(state, batch(step, rank), how)
-        state = fsdp.step(state)
-        plain.zero_grad()
-        for r in range(ranks):
-            (loss_fn(plain, batch(step, r), how) / ranks).backward()
-        with torch.no_grad():
-            for p in plain.parameters():
-                p.sub_(0.1 * (torch.zeros_like(p) if p.grad is None else p.grad))
-        weights = fsdp.full_params(state)
-        now = {key: p.detach() for key, p in plain.named_parameters()}
-        found = max([found, *(float((weights[key] - now[key]).abs().nan_to_num(1e9).max()) for key in now)])
-    return found
+def scenario(name: str, hows: list[str], transport: str = "collective", **schedule: Any) -> Scenario:
+    """A step for each of `hows`."""
+    return Scenario(
+        model=lambda: make(name), loss_fn=lambda model, data: model(*data).square().mean(), optimizer=SGD,
+        data=lambda step, rank, micro: (batch(step, rank), hows[step]), steps=len(hows),
+        spec={"schedule": Schedule(debug=True, **schedule), "transport": transport},
+    )  # fmt: skip
 
 
 CASES: list[tuple[str, list[str], dict[str, Any]]] = [
@@ -113,20 +93,21 @@ CASES: list[tuple[str, list[str], dict[str, Any]]] = [
 ]
 
 
-SOME = CASES if FULL else CASES[::2]
+SOME = [scenario(name, hows, **more) for name, hows, more in (CASES if FULL else CASES[::2])]
 
 
-def several() -> list[float]:
+def several() -> list[Seen]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "unshard.* is not what the schedule expects here: it works")
-        return [worst(name, hows, **schedule) for name, hows, schedule in SOME]
+        return [run(one) for one in SOME]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.large), 2])
 def test_weights_are_the_plain_modules(ranks: int) -> None:
-    for found in launch(several, nprocs=ranks, timeout=100):
-        bad = [(case, value) for case, value in zip(SOME, found, strict=True) if value > 1e-12]
-        assert not bad
+    wanted = [plain(one, ranks) for one in SOME]
+    for rank, found in enumerate(launch(several, nprocs=ranks, timeout=100)):
+        for seen, want in zip(found, wanted, strict=True):
+            alike(seen, want[rank], 1e-12)
 
 
 class Tower(nn.Module):
