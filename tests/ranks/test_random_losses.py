@@ -45,12 +45,12 @@ def of_random(kind: str, preset: str, seeds: Sequence[int]) -> list[str]:
 
 WORLDS = [("zero3", 1), ("zero3", 2), ("zero3", 4), ("zero2", 2), ("ddp", 2), ("hsdp", 4)]
 ROWS = [
-    ("gradients", "zero3", 1, range(2)),
-    ("gradients", "zero3", 2, (59, 79, *range(5, 8))),
+    ("gradients", "zero3", 1, (0,)),
+    ("gradients", "zero3", 2, (59, 79, 5)),
     ("gradients", "zero2", 2, (11,)),
     ("gradients", "hsdp", 4, (14,)),
-    ("products", "zero3", 1, range(2)),
-    ("products", "zero3", 2, range(3, 5)),
+    ("products", "zero3", 1, (1,)),
+    ("products", "zero3", 2, (3,)),
     ("products", "zero2", 2, (6,)),
     ("products", "hfsdp", 4, (8,)),
 ]

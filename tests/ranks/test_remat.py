@@ -98,8 +98,7 @@ ONCE = [
     ("offload inputs", "zero1", 2, "eager"),
     ("both", "zero3", 1, "parts"),
     ("save mlp", "zero2", 1, "units"),
-    ("both", "zero3", 2, "units"),
-    ("deeper", "zero3", 1, "units"),
+    ("deeper", "zero3", 2, "units"),
 ]
 
 

@@ -293,7 +293,7 @@ def generated(name: str) -> bool:
     return same and out.shape == (2, LENGTH + 5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mamba"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.large), "mamba"])
 def test_generation_with_a_cache(name: str) -> None:
     assert launch(generated, (name,), nprocs=2) == [True, True]
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from support.problems import batch, loss_fn, net
 from support.ranks import launch
-from support.tables import FULL, product
+from support.tables import FULL, each
 from torch.utils.checkpoint import checkpoint
 
 import functional_fsdp as fsdp
@@ -74,7 +74,7 @@ def one_pass_and_something(transport: Any, prefetch: int, beside: str) -> list[A
     return found
 
 
-@pytest.mark.parametrize(("transport", "beside", "prefetch"), product(("collective", "copy_engine"), BESIDE, (0, 1, 2)))
+@pytest.mark.parametrize(("transport", "beside", "prefetch"), each(("collective", "copy_engine"), BESIDE, (0, 1, 2)))
 def test_who_left_units_out_starts_them_before_something_beside_the_plan(
     transport: Any, beside: str, prefetch: int
 ) -> None:

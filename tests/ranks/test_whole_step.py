@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from support.models import CASES, Batch, batch_of, made
 from support.problems import mesh_and_placement
 from support.tables import FULL, marked
-from support.traced import in_order
+from support.traced import few, in_order
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
@@ -33,11 +33,6 @@ from functional_fsdp.extend import lineage_of
 from functional_fsdp.transforms._compile import whole_step as _whole_step
 
 Losses = list[float]
-
-
-def few(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """On two ranks with LAWS=full, else here: others would trace the same."""
-    return launch(fn, args, nprocs=2) if FULL else [fn(*args)]
 
 
 def cast(batch: Batch, dtype: torch.dtype) -> Batch:

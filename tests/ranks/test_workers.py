@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.commands import ROOT, run_script
+from support.commands import ROOT
 
 import functional_fsdp as fsdp
 from functional_fsdp import Handle, LaunchError, WorkerGroup
@@ -711,41 +711,12 @@ def test_a_timeout_of_their_own() -> None:
         assert w(lambda: float(os.environ[_worker.TIMEOUT])).get() == [33.0, 33.0]
 
 
-def test_without_cloudpickle(tmp_path: Path) -> None:
-    (tmp_path / "cloudpickle.py").write_text("raise ImportError('not here')")
-    (tmp_path / "mine.py").write_text("def double(x):\n    return 2 * x\n\nclass Box:\n    pass\n")
-    run_script(
-        """
-        import functional_fsdp as fsdp
-        import mine
-
-        def here():
-            return 1
-
-        with fsdp.workers(nprocs=2) as w:
-            assert w(mine.double, w(int, 3)).get() == [6, 6]
-            assert type(w(mine.Box).get()[0]) is mine.Box
-            for fn in (here, lambda: 1):
-                try:
-                    w(fn)
-                except TypeError as error:
-                    assert "cannot be imported by the workers" in str(error), error
-                    assert "cloudpickle, which is not installed. pip install 'functional-fsdp[launch]'" in str(error)
-                else:
-                    raise AssertionError
-        """,
-        path=tmp_path,
-    )
-
-
 # ------------------------------------------------------------------------------------------------ edited code
 
 
 def test_a_module_that_was_reloaded_runs_as_it_is_now(
     w: WorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import importlib
-
     monkeypatch.syspath_prepend(str(tmp_path))
     file = tmp_path / "edited_between_calls.py"
 
