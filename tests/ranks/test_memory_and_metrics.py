@@ -67,30 +67,18 @@ def test_between_microbatches_gradients_take_what_the_table_says(preset: str, pa
     assert set(launch(partial_bytes, (preset,), nprocs=4)) == {64 * 32 * 4 // parts}
 
 
-def averages() -> tuple[float, float, float, bool]:
-    mesh, placement = mesh_and_placement("hsdp")
-    state = fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(mesh, placement))
-    rank = dist.get_rank()
-    same, tree = fsdp.pmean(
-        state, {"a": torch.tensor(float(rank)), "b": [torch.tensor(rank, dtype=torch.int64), 2.0 * rank]}
-    )
-    return tree["a"].item(), tree["b"][0].item(), tree["b"][1].item(), same is state
-
-
-def test_pmean_averages_trees_of_tensors_and_numbers() -> None:
-    assert launch(averages, nprocs=4) == [(1.5, 1.5, 3.0, True)] * 4
-
-
 def complex_ones(traced: bool) -> tuple[Any, ...]:
     """Means and sums of trees with complex tensors and numbers, bools and integers in them."""
     mesh, placement = mesh_and_placement("hsdp")
     state, rank = fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(mesh, placement)), dist.get_rank()
     z = torch.tensor([[1 + 2j * rank, rank - 1j]], dtype=torch.complex128)
-    tree = {"z": z, "conj": z.conj(), "one": 1j * rank, "bools": torch.tensor([rank > 1, True]), "bool": rank == 0}
+    tree = {"z": z, "conj": z.conj(), "one": 1j * rank, "bools": torch.tensor([rank > 1, True]), "bool": rank == 0,
+            "more": [torch.tensor(rank, dtype=torch.int64), 2.0 * rank, torch.tensor(float(rank))]}  # fmt: skip
 
     def both(state: fsdp.State, tree: Any) -> Any:
-        state, mean = fsdp.pmean(state, tree)
-        state, total = fsdp.psum(state, tree)
+        same, mean = fsdp.pmean(state, tree)
+        assert traced or same is state
+        state, total = fsdp.psum(same, tree)
         return mean, total
 
     mean, total = (torch.compile(both, fullgraph=True, backend="eager") if traced else both)(state, tree)
@@ -105,9 +93,9 @@ def test_metrics_may_be_complex_or_bool(traced: bool) -> None:
         want = torch.tensor([[4 + 12j, 6 - 4j]], dtype=torch.complex128)
         torch.testing.assert_close(total, {
             "z": want, "conj": want.conj().resolve_conj(), "one": torch.tensor(6j), "bools": torch.tensor([2.0, 4.0]),
-            "bool": torch.tensor(1.0),
+            "bool": torch.tensor(1.0), "more": [torch.tensor(6.0), torch.tensor(12.0), torch.tensor(6.0)],
         })  # fmt: skip
-        torch.testing.assert_close(mean, {name: t / 4 for name, t in total.items()})
+        torch.testing.assert_close(mean, torch.utils._pytree.tree_map(lambda t: t / 4, total))
         low = rank // 2 * 2
         assert own.tolist() == [[2 + 2j * (2 * low + 1), 2 * low + 1 - 2j]]
         assert z.tolist() == [[1 + 2j * rank, rank - 1j]]  # what was given stays
@@ -267,19 +255,3 @@ def views() -> bool:
 
 def test_local_shards_are_zero_copy_and_tile_every_leaf() -> None:
     assert launch(views, nprocs=4) == [True] * 4
-
-
-def uneven_use() -> dict[str, torch.Tensor]:
-    """Rank 0 uses both units, rank 1 only the first: the other counts as zero there."""
-    params = {"a.w": torch.ones(3), "b.w": torch.ones(5)}
-    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=1.0))
-    state = fsdp.reduce(state, {"w": torch.ones(3)}, "a")
-    if dist.get_rank() == 0:
-        state = fsdp.reduce(state, {"w": torch.ones(5)}, "b")
-    return fsdp.full_params(fsdp.step(state))
-
-
-def test_a_unit_without_gradient_on_one_rank_counts_as_zero() -> None:
-    for weights in launch(uneven_use, nprocs=2):
-        assert torch.equal(weights["a.w"], torch.zeros(3))
-        assert torch.equal(weights["b.w"], torch.full((5,), 0.5))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from support.by_hand import step_by_hand
 from support.chains import Chain
-from support.problems import mesh_and_placement
+from support.packed import of_whole_trees, unit_by_unit
+from support.scenario import Scenario, begun, on_ranks
 from support.strays import strays
 
 import functional_fsdp as fsdp
@@ -55,7 +56,7 @@ def rules(codec: Any, compute: torch.dtype = torch.bfloat16) -> dict[str, fsdp.P
 
 def seen(path: str, main: torch.Tensor, codec: str, compute: torch.dtype) -> torch.Tensor:
     """What compute sees of a main weight."""
-    if path.startswith("blocks.") and path.endswith("weight"):
+    if is_packed(path):
         form = Form(CODECS[codec], tuple(main.shape), compute)
         return form.unpack(form.pack(main))
     return main.to(compute)
@@ -83,81 +84,43 @@ def reference(codec: str, compute: torch.dtype, ranks: int, alike: bool) -> Resu
     return losses, main
 
 
-def start(preset: str, codec: str, compute: torch.dtype = torch.bfloat16, **spec: Any) -> tuple[fsdp.State, Any]:
-    mesh, placement = mesh_and_placement(preset)
-    params, model = fsdp.functionalize(made())
-    spec = {"precision": rules(CODECS[codec], compute), **spec}
-    return fsdp.shard(params, fsdp.Spec(mesh, placement, **spec), fsdp.sgd(lr=LR)), model
+def scenario(
+    preset: str, codec: str, compute: torch.dtype = torch.bfloat16, alike: bool = False, spec: Any = {}, **more: Any  # noqa: B006
+) -> Scenario:  # fmt: skip
+    data = lambda step, rank, micro: batch(step, 0 if alike else rank, compute)  # noqa: E731
+    optimizer = (lambda: fsdp.sgd(lr=LR)), None
+    return Scenario(
+        model=made, loss_fn=loss_fn, data=data, preset=preset, optimizer=optimizer, steps=STEPS,
+        spec={"precision": rules(CODECS[codec], compute), **spec}, **more,
+    )  # fmt: skip
 
 
-def driven(
-    preset: str, codec: str, compute: torch.dtype, alike: bool, compile: Any = False, again: bool = False, **spec: Any
-) -> Result:
-    state, model = start(preset, codec, compute, **spec)
-    forward_backward = T.forward_backward(T.remat(model, "blocks.*") if again else model, loss_fn, compile=compile)
-    losses = []
-    for step in range(STEPS):
-        state, loss = forward_backward(state, batch(step, 0 if alike else dist.get_rank(), compute))
-        state = fsdp.step(state)
-        losses.append(loss.item())
-    return losses, fsdp.full_params(state)
+def start(preset: str, codec: str, **spec: Any) -> tuple[fsdp.State, Any]:
+    return begun(scenario(preset, codec, spec=spec))
 
 
-def whole(codec: str, by: str) -> Result:
-    """The whole tree, gradients by torch.func or autograd."""
-    state, model = start("zero3", codec)
-    losses = []
-    for step in range(STEPS):
-        state, params = fsdp.unshard(state)
-        assert {path for path, w in params.items() if type(w) is fsdp.PackedWeight} == {
-            path for path in params if path.startswith("blocks.") and path.endswith("weight")
-        }
-
-        x = batch(step, dist.get_rank(), torch.bfloat16)
-
-        def of(params: Any, x: torch.Tensor = x) -> torch.Tensor:
-            return loss_fn(fsdp.bind(model, params), x)
-
-        if by == "torch.func":
-            grads, loss = torch.func.grad_and_value(of)(params)
-        else:
-            leaves = {path: w.detach().requires_grad_() for path, w in params.items()}
-            loss = of(leaves)
-            grads = dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True))
-        assert all(type(g) is torch.Tensor and g.dtype is torch.bfloat16 for g in grads.values())
-        state = fsdp.step(fsdp.reduce(state, grads))
-        losses.append(loss.item())
-    return losses, fsdp.full_params(state)
+def same(one: Scenario, ranks: int, right: Result) -> None:
+    """Every bit."""
+    found = on_ranks(one, ranks)
+    assert found[0].losses == right[0]
+    for seen in found:
+        assert all(torch.equal(seen.weights[-1][path], p) for path, p in right[1].items())
 
 
-def by_hand(codec: str) -> Result:
-    """Unit by unit."""
-    state, model = start("zero3", codec)
-    losses = []
+def stage(model: Any, x: torch.Tensor, unit: str) -> Any:
+    part = model.get_submodule(unit)
 
-    def stage(unit: str, x: torch.Tensor) -> Any:
-        part = model.get_submodule(unit)
+    def run(w: Any, h: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = fsdp.bind(part, w)(h)
+        if unit == "inp":
+            return out
+        return loss_fn(lambda x: h + out, x) if unit == "blocks.1" else h + out
 
-        def run(w: Any, h: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = fsdp.bind(part, w)(h)
-            if unit == "inp":
-                return out
-            return loss_fn(lambda x: h + out, x) if unit == "blocks.1" else h + out
-
-        return run
-
-    for step in range(STEPS):
-        x = batch(step, dist.get_rank(), torch.bfloat16)
-        state, loss = step_by_hand(state, partial(stage, x=x), x)
-        losses.append(loss.item())
-    return losses, fsdp.full_params(state)
+    return run
 
 
-def same(found: list[Result], right: Result) -> None:
-    assert found[0][0] == right[0]
-    for _, params in found:
-        for path, p in right[1].items():
-            assert torch.equal(params[path], p), path
+def is_packed(path: str) -> bool:
+    return path.startswith("blocks.") and path.endswith("weight")
 
 
 @pytest.mark.parametrize(
@@ -165,54 +128,38 @@ def same(found: list[Result], right: Result) -> None:
     [("fp8_block", torch.bfloat16), ("mxfp8", torch.bfloat16), ("int8", torch.float32), ("nf4", torch.float32)],
 )
 def test_every_bit_is_that_of_a_plain_module_with_unpacked_weights(codec: str, compute: torch.dtype) -> None:
-    found = launch(driven, ("zero3", codec, compute, False), nprocs=3, simulate=True)
-    same(found, reference(codec, compute, 3, False))
+    same(scenario("zero3", codec, compute), 3, reference(codec, compute, 3, False))
 
 
 @pytest.mark.parametrize("preset", ["zero3", "zero2", "zero1", "ddp", "hsdp", "hfsdp"])
 def test_in_every_strategy(preset: str) -> None:
     """Ranks have the same data, so that sums along two axes have the same bits."""
     codec = "mxfp8" if preset in ("zero3", "zero1", "hfsdp") else "fp8_block"
-    found = launch(driven, (preset, codec, torch.bfloat16, True), nprocs=4, simulate=True)
-    same(found, reference(codec, torch.bfloat16, 4, True))
+    same(scenario(preset, codec, alike=True), 4, reference(codec, torch.bfloat16, 4, True))
 
 
-WAYS: dict[str, Any] = {
-    "torch.func": lambda codec: whole(codec, "torch.func"),
-    "autograd": lambda codec: whole(codec, "autograd"),
-    "by hand": by_hand,
-    "recomputed": lambda codec: driven("zero3", codec, torch.bfloat16, False, again=True),
-    "poisoned": lambda codec: driven("zero3", codec, torch.bfloat16, False, schedule=fsdp.Schedule(debug=True)),
-    "kept": lambda codec: driven("ddp", codec, torch.bfloat16, False, schedule=fsdp.Schedule(keep="all")),
+WAYS: dict[str, dict[str, Any]] = {
+    "torch.func": {"loop": of_whole_trees(loss_fn, "torch.func", is_packed)},
+    "autograd": {"loop": of_whole_trees(loss_fn, "autograd", is_packed)},
+    "by hand": {"loop": unit_by_unit(stage)},
+    "recomputed": {"change": lambda model: T.remat(model, "blocks.*")},
+    "poisoned": {"spec": {"schedule": fsdp.Schedule(debug=True)}},
+    "kept": {"preset": "ddp", "spec": {"schedule": fsdp.Schedule(keep="all")}},
+    "copy engines": {"codec": "fp8_block", "spec": {"transport": "copy_engine"}},
 }
-
-
-def in_way(way: str) -> Result:
-    return WAYS[way]("mxfp8")
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_of_a_step(way: str) -> None:
-    same(launch(in_way, (way,), nprocs=2, simulate=True), reference("mxfp8", torch.bfloat16, 2, False))
-
-
-def transported(transport: str) -> Result:
-    return driven("zero3", "fp8_block", torch.bfloat16, False, transport=transport)
-
-
-def test_copy_engines_move_the_bytes() -> None:
-    same(
-        launch(transported, ("copy_engine",), nprocs=2, simulate=True), reference("fp8_block", torch.bfloat16, 2, False)
-    )
+    more = {"preset": "zero3", "codec": "mxfp8", **WAYS[way]}
+    same(scenario(**more), 2, reference(more["codec"], torch.bfloat16, 2, False))
 
 
 def test_compiled_units() -> None:
     """Unpacking is traced into the unit."""
-    found = [
-        launch(driven, ("zero3", "mxfp8", torch.float32, False, how), nprocs=1)[0]
-        for how in (False, {"backend": "aot_eager"})
-    ]
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    one = scenario("zero3", "mxfp8", torch.float32)
+    (eager,), (compiled,) = on_ranks(one, 1), on_ranks(replace(one, options={"compile": {"backend": "aot_eager"}}), 1)
+    assert compiled.losses == pytest.approx(eager.losses, rel=1e-5)
 
 
 def test_bytes_of_gathers_and_of_the_arena() -> None:

@@ -6,7 +6,7 @@ import copy
 import pickle
 import re
 import sys
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from support.by_hand import step_by_hand
 from support.commands import TORCHAO
-from support.problems import mesh_and_placement
+from support.packed import of_whole_trees, unit_by_unit
+from support.scenario import Scenario, Seen, all_alike, begun, plain
 from support.tables import FULL
 
 import functional_fsdp as fsdp
@@ -29,7 +29,6 @@ from functional_fsdp._common.tree import bytes_text
 from functional_fsdp._spec.codec import Form
 
 PEERS: dict[str, Any] = torch.load(Path(__file__).parents[1] / "data" / "packed.pt", weights_only=True)
-Losses = list[float]
 Tree = dict[str, torch.Tensor]
 
 
@@ -86,8 +85,7 @@ def rules(codec: fsdp.Codec) -> dict[str, fsdp.Precision]:
     return {"embed.weight": packed, "*.base.weight": packed, "*": fsdp.Precision()}
 
 
-@cache
-def reference(codec: str, ranks: int, steps: int) -> tuple[Losses, Tree]:
+def rounded(codec: str) -> Net:
     """The plain model, with the numbers that the bytes stand for."""
     model = made()
     with torch.no_grad():
@@ -95,26 +93,28 @@ def reference(codec: str, ranks: int, steps: int) -> tuple[Losses, Tree]:
             if path.endswith(PACKED):
                 form = Form(CODECS[codec], tuple(p.shape), p.dtype)
                 p.copy_(form.unpack(form.pack(p)))
-    trained = {path: p for path, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW([*trained.values()], **OPTIMIZER)
-    losses = []
-    for step in range(steps):
-        loss = torch.stack([loss_fn(model, batch(step, rank)) for rank in range(ranks)]).mean()
-        for p, grad in zip(trained.values(), torch.autograd.grad(loss, [*trained.values()]), strict=True):
-            p.grad = grad
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {path: p.detach() for path, p in model.named_parameters()}
+    return model
+
+
+def scenario(preset: str, codec: str = "nf4", more: Any = {}, **spec: Any) -> Scenario:  # noqa: B006
+    settings = {"precision": rules(CODECS[codec]), "units": ["embed", "blocks.*", "head"], **spec}
+    return Scenario(**{
+        "model": made, "loss_fn": loss_fn, "data": lambda step, rank, micro: batch(step, rank), "preset": preset,
+        "optimizer": (lambda: fsdp.adamw(**OPTIMIZER), lambda p: torch.optim.AdamW(p, **OPTIMIZER)), "steps": 3,
+        "update": lambda state: checked(fsdp.step(state)), "spec": settings, **more,
+    })  # fmt: skip
 
 
 def start(preset: str, codec: str = "nf4", **spec: Any) -> tuple[fsdp.State, Any]:
-    mesh, placement = mesh_and_placement(preset)
-    params, model = fsdp.functionalize(made())
-    spec = {"precision": rules(CODECS[codec]), "units": ["embed", "blocks.*", "head"], **spec}
-    return fsdp.shard(params, fsdp.Spec(mesh, placement, **spec), fsdp.adamw(**OPTIMIZER)), model
+    return begun(scenario(preset, codec, **spec))
 
 
-def check_bytes(state: fsdp.State) -> None:
+@cache
+def reference(codec: str, ranks: int, steps: int = 3) -> list[Seen]:
+    return plain(scenario("zero3", more={"model": lambda: rounded(codec), "steps": steps}), ranks)
+
+
+def checked(state: fsdp.State) -> fsdp.State:
     """The base's bytes on a rank: those of its planes, divided, and padding."""
     for bucket in (b for b in state.layout.buckets.values() if b.packed):
         parts = bucket.slices("main")
@@ -127,79 +127,21 @@ def check_bytes(state: fsdp.State) -> None:
         kept = [one.local.nbytes for name, one in state.weights.items() if name == bucket.name]
         assert sum(kept) == copied // bucket.slices("weights")
         assert bucket.name not in state.opt.mean
-
-
-def ended(state: fsdp.State, losses: list[torch.Tensor]) -> tuple[Losses, Tree]:
-    check_bytes(state)
-    state, losses = fsdp.pmean(state, losses)
     params = fsdp.full_params(state)
-    assert {path for path, p in params.items() if type(p) is fsdp.PackedWeight} == {
-        path for path in params if path.endswith(PACKED)
-    }
-    return [*map(float, losses)], {path: p.clone() for path, p in params.items()}
+    assert all((type(p) is fsdp.PackedWeight) is path.endswith(PACKED) for path, p in params.items())
+    return state
 
 
-def driven(preset: str, codec: str, steps: int, compile: Any = False, **spec: Any) -> tuple[Losses, Tree]:
-    state, model = start(preset, codec, **spec)
-    forward_backward, losses = T.forward_backward(model, loss_fn, compile=compile), []
-    for step in range(steps):
-        state, loss = forward_backward(state, batch(step, dist.get_rank()))
-        state = fsdp.step(state)
-        losses.append(loss)
-    return ended(state, losses)
+def stage(model: Any, tokens: torch.Tensor, unit: str) -> Any:
+    part = model.get_submodule(unit)
 
+    def run(w: Any, h: torch.Tensor) -> torch.Tensor:
+        if unit == "embed":
+            return fsdp.bind(part, w)(tokens[:, :-1])
+        out = fsdp.bind(part, w)(h)
+        return F.cross_entropy(out.flatten(0, 1), tokens[:, 1:].flatten()) if unit == "head" else h + out
 
-def whole(preset: str, codec: str, steps: int, by: str) -> tuple[Losses, Tree]:
-    """The whole tree, and gradients by torch.func or by autograd."""
-    state, model = start(preset, codec)
-    losses = []
-    for step in range(steps):
-        tokens = batch(step, dist.get_rank())
-        state, params = fsdp.unshard(state)
-        trained = {path: p for path, p in params.items() if "lora" in path}
-
-        def of(trained: Tree, params: Tree = params, tokens: torch.Tensor = tokens) -> torch.Tensor:
-            return loss_fn(fsdp.bind(model, {**params, **trained}), tokens)
-
-        if by == "torch.func":
-            grads, loss = torch.func.grad_and_value(of)(trained)
-        else:
-            loss, pullback = T.vjp(of, trained)
-            (grads,) = pullback(trained, torch.ones_like(loss))
-        frozen = dict.fromkeys(params.keys() - trained.keys())
-        state = fsdp.step(fsdp.reduce(state, {**frozen, **grads}))
-        losses.append(loss.detach())
-    return ended(state, losses)
-
-
-def by_hand(preset: str, codec: str, steps: int) -> tuple[Losses, Tree]:
-    """Unit by unit."""
-    state, model = start(preset, codec)
-    losses = []
-
-    def stage(unit: str, tokens: torch.Tensor) -> Any:
-        part = model.get_submodule(unit)
-
-        def run(w: Any, h: torch.Tensor) -> torch.Tensor:
-            if unit == "embed":
-                return fsdp.bind(part, w)(tokens[:, :-1])
-            out = fsdp.bind(part, w)(h)
-            return F.cross_entropy(out.flatten(0, 1), tokens[:, 1:].flatten()) if unit == "head" else h + out
-
-        return run
-
-    for step in range(steps):
-        tokens = batch(step, dist.get_rank())
-        state, loss = step_by_hand(state, partial(stage, tokens=tokens), torch.zeros((), dtype=torch.float64))
-        losses.append(loss.detach())
-    return ended(state, losses)
-
-
-def compare(found: tuple[Losses, Tree], codec: str, ranks: int, steps: int) -> None:
-    losses, params = reference(codec, ranks, steps)
-    assert found[0] == pytest.approx(losses, abs=1e-9)
-    for path, p in params.items():
-        assert torch.allclose(found[1][path], p, atol=1e-9), path
+    return run
 
 
 @pytest.mark.parametrize(
@@ -207,46 +149,33 @@ def compare(found: tuple[Losses, Tree], codec: str, ranks: int, steps: int) -> N
 )
 def test_many_steps_are_those_of_the_plain_model(preset: str, ranks: int) -> None:
     steps = 50 if FULL else 10
-    for found in launch(driven, (preset, "nf4", steps), nprocs=ranks, simulate=True):
-        compare(found, "nf4", ranks, steps)
+    all_alike(scenario(preset, more={"steps": steps}), ranks, other=reference("nf4", ranks, steps))
 
 
 @pytest.mark.parametrize("preset", ["zero2", "ddp", "zero1", "hsdp", "hfsdp"])
 def test_in_every_strategy(preset: str) -> None:
-    for found in launch(driven, (preset, "nf4", 3), nprocs=4, simulate=True):
-        compare(found, "nf4", 4, 3)
+    all_alike(scenario(preset), 4, other=reference("nf4", 4))
 
 
 @pytest.mark.parametrize("codec", [*CODECS])
 def test_by_every_codec(codec: str) -> None:
-    for found in launch(driven, ("zero3", codec, 3), nprocs=2, simulate=True):
-        compare(found, codec, 2, 3)
+    all_alike(scenario("zero3", codec), other=reference(codec, 2))
 
 
-@pytest.mark.parametrize("by", ["torch.func", "autograd"])
-def test_whole_trees(by: str) -> None:
-    for found in launch(whole, ("zero3", "nf4", 3, by), nprocs=2, simulate=True):
-        compare(found, "nf4", 2, 3)
+BY_HAND = {by: of_whole_trees(loss_fn, by, lambda path: path.endswith(PACKED)) for by in ("torch.func", "T.vjp")}
+BY_HAND["unit by unit"] = unit_by_unit(stage)
 
 
-def test_unit_by_unit_by_hand() -> None:
-    for found in launch(by_hand, ("zero3", "nf4", 3), nprocs=2, simulate=True):
-        compare(found, "nf4", 2, 3)
+@pytest.mark.parametrize("by", BY_HAND)
+def test_by_hand(by: str) -> None:
+    all_alike(scenario("zero3", more={"loop": BY_HAND[by]}), other=reference("nf4", 2))
 
 
 @pytest.mark.parametrize(
-    "schedule",
-    [
-        fsdp.Schedule(debug=True),
-        fsdp.Schedule(keep="all"),
-        fsdp.Schedule(keep="frozen"),
-        fsdp.Schedule(order="recorded"),
-    ],
-    ids=str,
+    "schedule", [{"debug": True}, {"keep": "all"}, {"keep": "frozen"}, {"order": "recorded"}], ids=str
 )
-def test_schedules(schedule: fsdp.Schedule) -> None:
-    for found in launch(driven, ("zero3", "nf4", 3, False), {"schedule": schedule}, nprocs=2, simulate=True):
-        compare(found, "nf4", 2, 3)
+def test_schedules(schedule: dict[str, Any]) -> None:
+    all_alike(scenario("zero3", schedule=fsdp.Schedule(**schedule)), other=reference("nf4", 2))
 
 
 class Mixed(nn.Module):
@@ -516,7 +445,7 @@ def test_a_module_that_does_not_freeze_them_is_driven() -> None:
     params, model = fsdp.functionalize(plain)
     state = fsdp.shard(params, fsdp.Spec(mesh, precision=rules(fsdp.nf4())), fsdp.sgd(lr=0.1))
     state, loss = T.forward_backward(model, loss_fn)(state, batch(0, 0))
-    assert loss.item() == pytest.approx(reference("nf4", 1, 1)[0][0], abs=1e-9)
+    assert loss.item() == pytest.approx(reference("nf4", 1)[0].losses[0], abs=1e-9)
     assert {leaf.path for b in state.layout.trainable.values() for leaf in b.leaves}.isdisjoint(
         leaf.path for b in state.layout.buckets.values() if b.packed for leaf in b.leaves
     )
