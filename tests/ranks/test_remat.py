@@ -53,8 +53,9 @@ BACKEND = "aot_eager"
 WAYS = ("eager", "parts", "units", "whole")
 
 
-def trained(name: str, preset: str, way: str = "eager") -> tuple[list[torch.Tensor], Tree, tuple[int, ...]]:
-    """Losses and gradients of two steps of two microbatches, then the weights; how often blocks and parts ran."""
+def trained(name: str, preset: str, way: str = "eager") -> tuple[list[torch.Tensor], Tree, tuple[int, ...], list[str]]:
+    """Losses and gradients of two steps of two microbatches, then the weights; how often blocks and parts ran, and the
+    order in which units are used."""
     torch._dynamo.reset()
     state, model = made(preset, 2 if way != "eager" else DEPTH, debug=way != "whole")
     if way == "parts":
@@ -75,7 +76,7 @@ def trained(name: str, preset: str, way: str = "eager") -> tuple[list[torch.Tens
     for i in range(2):
         state, found = step(state, batch(i, dist.get_rank()))
         seen += found
-    return seen, fsdp.full_params(state), calls_of()
+    return seen, fsdp.full_params(state), calls_of(), [use.unit for use in state.cursor.plan.uses]
 
 
 def rows_of_law() -> list[tuple[str, str, int, str]]:
@@ -113,13 +114,16 @@ def test_bits_are_those_of_a_model_that_keeps_everything(name: str, preset: str,
     """Released weights are NaN, so nothing that is lent was kept; dropout is on, in parts and between them."""
     apart = ranks > 1 or way != "eager"
     other = launch(trained, (name, preset, way), nprocs=ranks, processes=apart)  # which count calls in a global
-    for (right, weights, _), (seen, mine, calls) in zip(plainly(preset, ranks, way, apart), other, strict=True):
+    for (right, weights, _, uses), (seen, mine, calls, order) in zip(
+        plainly(preset, ranks, way, apart), other, strict=True
+    ):
         assert len(seen) == len(right)
         assert all(map(torch.equal, seen, right))
         assert all(torch.equal(mine[path], weights[path]) for path in weights)
         assert not torch.equal(right[0], right[1])
         if way == "eager":
             assert calls == tuple(4 * DEPTH * n for n in CHANGES[name][1])
+            assert order == uses  # what recomputes shares the backward's gather
 
 
 # ---------------------------------------------------------------- bytes

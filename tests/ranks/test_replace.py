@@ -249,49 +249,6 @@ def test_an_average_of_the_weights_beside_the_plain_module(preset: str) -> None:
         assert abs(loss - want) < 1e-12
 
 
-RHO = 0.05
-
-
-def sharpness_aware(preset: str) -> Tree:
-    """SAM (Foret et al. 2021): the step from here, with the gradient from up the slope."""
-    state, model = begin(preset, fsdp.sgd(lr=0.1))
-    forward_backward = T.forward_backward(model, loss_fn)
-    for step in range(3):
-        data = batch(step, dist.get_rank())
-        state, _ = forward_backward(state, data)
-        state, norm = T.global_norm(state)
-        weights, grads = fsdp.local_shards(state), fsdp.local_shards(state, "grads")
-        up = {path: w + RHO * grads[path] / norm if path in grads else w for path, w in weights.items()}
-        there, _ = forward_backward(fsdp.replace_params(state, up), data)
-        state = fsdp.step(fsdp.replace_grads(state, fsdp.finish_reductions(there)))
-    return fsdp.full_params(state)
-
-
-@pytest.mark.parametrize("preset", marked([(p,) for p in PRESETS], [("zero3",), ("ddp",)]))
-def test_sharpness_aware_minimisation_beside_the_plain_module(preset: str) -> None:
-    model = net()
-    trained = [p for p in model.parameters() if p.requires_grad]
-
-    def gradients(step: int) -> list[torch.Tensor]:
-        loss = sum(loss_fn(model, batch(step, rank)) / 2 for rank in range(2))
-        return list(torch.autograd.grad(loss, trained))  # type: ignore[arg-type]
-
-    for step in range(3):
-        first = gradients(step)
-        norm = torch.stack([g.norm() for g in first]).norm()
-        with torch.no_grad():
-            old = [p.clone() for p in trained]
-            for p, g in zip(trained, first, strict=True):
-                p.add_(RHO * g / norm)
-        second = gradients(step)
-        with torch.no_grad():
-            for p, before, g in zip(trained, old, second, strict=True):
-                p.copy_(before - 0.1 * g)
-    want = {name: p.detach() for name, p in model.named_parameters()}
-    for got in launch(sharpness_aware, (preset,), nprocs=2):
-        assert largest(got, want) < 1e-12
-
-
 # ---------------------------------------------------------------- gradients
 
 

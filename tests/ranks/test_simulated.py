@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from support.presets import PRESETS
 from support.problems import LOOPS, batch, loss_fn, mesh_and_placement, net
+from support.scenario import Scenario, alike, apart, run
 from support.tables import FULL, each, marked
 
 import functional_fsdp as fsdp
@@ -27,29 +28,10 @@ from functional_fsdp._common.torch_names import all_gather_single, reduce_scatte
 Tree = dict[str, torch.Tensor]
 
 
-def trained(
-    preset: str, way: str, total: str = "native", dtype: torch.dtype = torch.float32
-) -> tuple[list[float], Tree]:
-    """Losses and weights of three steps, by the whole tree, by hand, or driven."""
-    mesh, placement = mesh_and_placement(preset)
-    params, model = fsdp.functionalize(net(torch.float32))
-    spec = fsdp.Spec(mesh, placement, precision=fsdp.Precision(sum=total))
-    state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2))
-    driven = T.forward_backward(model, loss_fn)
-    losses = []
-    for i in range(3):
-        data = batch(i, dist.get_rank(), 0)
-        state, loss = driven(state, data) if way == "driven" else LOOPS[way](model, state, data, True)
-        losses.append(loss.item())
-        state = fsdp.step(state)
-    return losses, fsdp.full_params(state)
-
-
-def equal(one: Any, other: Any) -> bool:
-    return all(
-        losses == right and all(torch.equal(weights[key], whole[key]) for key in whole)
-        for (losses, weights), (right, whole) in zip(one, other, strict=True)
-    )
+def scenario(preset: str, way: str, total: str = "native") -> Scenario:
+    """Three steps, by the whole tree, by hand, or driven."""
+    spec = {"precision": fsdp.Precision(sum=total)}  # type: ignore[arg-type]
+    return Scenario(model=lambda: net(torch.float32), preset=preset, loop=way, spec=spec, steps=3)
 
 
 def by_rank(handles: Any) -> list[Any]:
@@ -62,21 +44,25 @@ WAYS = (*LOOPS, "driven")
 @pytest.mark.parametrize(("preset", "way"), each(PRESETS, WAYS))
 def test_two_ranks_have_the_bits_of_two_processes(preset: str, way: str) -> None:
     """The sum of two is the same in any order."""
-    simulated = launch(trained, (preset, way), nprocs=2, simulate=True)
-    assert equal(simulated, launch(trained, (preset, way), nprocs=2))
-    assert len(simulated[0][0]) == 3
+    simulated, right = (launch(run, (scenario(preset, way),), nprocs=2, simulate=on) for on in (True, False))
+    for seen, want in zip(simulated, right, strict=True):
+        alike(seen, want, 0.0)
+    assert len(simulated[0].losses) == 3
 
 
 @pytest.mark.parametrize(
     ("preset", "way"), marked([("zero3", "driven"), ("hsdp", "by_unit"), ("ddp", "whole")], [("hsdp", "by_unit")])
 )
 def test_exact_sums_have_the_bits_of_processes_in_any_order_of_turns(preset: str, way: str) -> None:
-    args = preset, way, "fp32"
-    right = launch(trained, args, nprocs=4)
-    assert equal(launch(trained, args, nprocs=4, simulate=True), right)
+    one = scenario(preset, way, "fp32")
+    found = [launch(run, (one,), nprocs=4, simulate=True)]
     for seed in range(3):
         with simulate(data=4, order="random", seed=seed, slow={1: 3}) as ranks:
-            assert equal(by_rank(ranks(trained, *args)), right)
+            found.append(ranks(run, one).get())
+    right = launch(run, (one,), nprocs=4)
+    for seen in found:
+        for mine, want in zip(seen, right, strict=True):
+            alike(mine, want, 0.0)
 
 
 def drawn() -> tuple[int, float, float, list[int]]:
@@ -370,7 +356,7 @@ def test_ranks_that_parted_meet_and_lose_nothing() -> None:
         with simulate(data=3, order=order) as ranks:
             found = by_rank(ranks(dropped, 1))
         assert [said for said, _ in found] == [["RestartError"], ["KeyError"], ["RestartError"]]
-        assert equal(found, [(said, weights) for (said, _), (_, weights) in zip(found, right, strict=True)])
+        assert all(apart(weights, wanted) == 0.0 for (_, weights), (_, wanted) in zip(found, right, strict=True))
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -505,13 +491,12 @@ def test_each_has_its_own_modes_of_torch() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.parametrize("call", ["launch", "workers"])
-def test_a_timeout_is_refused_as_no_clock_is_waited_for(call: str) -> None:
-    given: Any = {"launch": lambda **k: fsdp.launch(int, **k), "workers": fsdp.workers}[call]
-    with pytest.raises(
-        ValueError, match=rf"{call}\(timeout=5, simulate=True\): .* wait for no clock.*Leave timeout out"
-    ):
-        given(nprocs=2, timeout=5, simulate=True)
+def test_a_timeout_is_refused_as_no_clock_is_waited_for() -> None:
+    calls: dict[str, Any] = {"launch": lambda **k: fsdp.launch(int, **k), "workers": fsdp.workers}
+    for name, call in calls.items():
+        said = rf"{name}\(timeout=5, simulate=True\): .* wait for no clock.*Leave timeout out"
+        with pytest.raises(ValueError, match=said):
+            call(nprocs=2, timeout=5, simulate=True)
 
 
 def whole_steps(way: str) -> tuple[str, int]:

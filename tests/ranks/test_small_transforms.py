@@ -301,60 +301,6 @@ def test_generation_with_a_cache(name: str) -> None:
 # ---------------------------------------------------------------- remat
 
 
-def rematerialised(way: str) -> tuple[float, Tree, int, list[str]]:
-    """Loss, gradients, how often a layer ran, and the program that was followed."""
-    case = CASES["loose parameters"]
-    state, model = start(made(case))
-    runs = []
-
-    class Counted(type(model.layers[0].up)):  # type: ignore[misc]
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            runs.append(1)
-            y: torch.Tensor = super().forward(x)
-            return y
-
-    for layer in model.layers:  # type: ignore[union-attr]
-        layer.up.__class__ = Counted
-    if way == "model":
-        model = T.remat(model, "layers.*")
-    forward_backward = T.forward_backward(model, entropy)
-    for _ in range(2):
-        runs.clear()
-        middle, loss = forward_backward(state, batch_of(case, 0, dist.get_rank()))
-        middle = fsdp.finish_reductions(middle)
-        grads = full_grads(middle)
-        uses = [use.unit for use in middle.cursor.plan.uses]
-        state = fsdp.step(middle)
-    return loss.item(), grads, len(runs), uses
-
-
-def test_remat_runs_layers_again_and_changes_nothing_else() -> None:
-    for plain, again in zip(
-        launch(rematerialised, ("",), nprocs=2), launch(rematerialised, ("model",), nprocs=2), strict=True
-    ):
-        assert again[0] == plain[0]
-        assert all(torch.equal(again[1][key], plain[1][key]) for key in plain[1])
-        assert (plain[2], again[2]) == (3, 6)
-        assert again[3] == plain[3]  # the second gather is shared
-
-
-def test_remat_of_a_function() -> None:
-    runs = []
-
-    def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
-        runs.append(1)
-        return (h @ w["a"]).tanh() @ w["a"]
-
-    w, h = {"a": torch.randn(3, 3)}, torch.randn(2, 3)
-    out, pullback = T.vjp(stage, w, h)
-    again, recomputing = T.vjp(T.remat(stage), w, h)
-    assert torch.equal(out, again)
-    (dw, dh), (dw2, dh2) = pullback(w, out), recomputing(w, out)
-    assert torch.equal(dw["a"], dw2["a"])
-    assert torch.equal(dh, dh2)
-    assert len(runs) == 3
-
-
 class Stateful(nn.Module):
     """Computes with a buffer, and changes it; BatchNorm counts, and a power iteration goes on."""
 
@@ -604,26 +550,6 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_every_rank(opti
         one = next(one for one in found if one.leaf == "blocks.1.up.weight")
         assert one.unit == "blocks.1"
         assert sum(f.elements for f in found if f.leaf == one.leaf) == 3 * 7 * 7
-
-
-def alone() -> tuple[float, float]:
-    state, model = start(made(CASES["resnet"]))
-    state, loss = T.forward_backward(model, entropy)(state, batch_of(CASES["resnet"], 0, 0))
-    state, norm = T.clip_by_global_norm(state, 1.0)
-    state, found = T.find_nonfinite(state)
-    assert not found
-    state = T.skip_nonfinite(fsdp.step)(state)
-    state, _ = T.apply(model)(state, batch_of(CASES["resnet"], 0, 0)["x"])
-    return loss.item(), norm.item()
-
-
-def test_all_of_it_on_one_rank() -> None:
-    case = CASES["resnet"]
-    model = made(case)
-    loss = case.loss_fn(model, batch_of(case, 0, 0))
-    loss.backward()
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    assert launch(alone, nprocs=1)[0] == pytest.approx((loss.item(), norm.item()), abs=1e-12)
 
 
 def skips_are_saved(folder: str) -> tuple[int, str]:

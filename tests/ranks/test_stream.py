@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support.peers import PeerModel, batch_of, loss_of
 from support.streams import ordered
 
@@ -365,41 +365,6 @@ def test_an_error_of_the_function_comes_when_peers_have_their_units(kind: str) -
     (first, expected), (second, _) = launch(failing, (kind,), nprocs=2, simulate=True)
     assert first == expected
     assert second == expected[:1]
-
-
-def to_another_rank(folder: str) -> Any:
-    """Two ranks train, the third one has the weights: by the process group, and out of a folder."""
-    mesh, rank = dist.device_mesh.DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("data",)), dist.get_rank()
-    if rank < 2:
-        state, model = fsdp.init(PeerModel, fsdp.Spec(mesh), fsdp.adamw(lr=1e-2), seed=3)
-        state = stepped(state, model)
-        for unit, named in fsdp.stream(state, rank=0):
-            if rank == 0:
-                dist.send_object_list([[*named]], 2)
-                for leaf in named.values():
-                    dist.send(leaf, 2)
-                save_file(named, f"{folder}/{unit or 'buffers'}.safetensors")
-        dist.barrier()
-        return {**fsdp.full_params(state), **state.buffers}
-    got: dict[str, torch.Tensor] = {}
-    served = PeerModel(0).state_dict()
-    while len(got) < len(served) - 1:  # a tied leaf comes once
-        names: list[Any] = [None]
-        dist.recv_object_list(names, 0)
-        for name in names[0]:
-            dist.recv(served[name], 0)
-            got[name] = served[name]
-    dist.barrier()
-    files = {n: t for file in Path(folder).glob("*.safetensors") for n, t in load_file(file).items()}
-    assert files.keys() == got.keys()
-    assert all(torch.equal(files[name], leaf) for name, leaf in got.items())
-    return got
-
-
-def test_a_process_group_and_a_folder_are_destinations(tmp_path: Path) -> None:
-    trained, _, got = launch(to_another_rank, (str(tmp_path),), nprocs=3)
-    assert len(got) == 8
-    assert all(torch.equal(trained[name], leaf) for name, leaf in got.items())
 
 
 def test_a_change_far_into_a_buffer_of_complex128_is_found() -> None:

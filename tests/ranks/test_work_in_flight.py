@@ -150,48 +150,6 @@ def test_microbatches_after_the_last_one_count(transport: str) -> None:
         assert found == [[-166.5]] * len(lasts)
 
 
-# ---------------------------------------------------------------- ranks that part
-
-
-def parts() -> tuple[str, list[float]]:
-    """Rank 0 uses a unit once more; then both train on from the state before."""
-    mesh = fsdp.local_mesh()
-    rank = dist.get_rank()
-    state = fsdp.shard({f"u{i}": torch.zeros(512) for i in range(3)}, Spec(mesh), fsdp.sgd(lr=1.0))
-
-    def trained(state: fsdp.State, more: int) -> fsdp.State:
-        for unit in [*state.units, *state.units[:more]]:
-            state, _ = fsdp.unshard(state, unit)
-            state = fsdp.release(state, unit)
-        for unit in reversed(state.units):
-            state, w = fsdp.unshard(state, unit)
-            state = fsdp.reduce(state, {k: torch.full_like(t, rank + 1.0) for k, t in w.items()}, unit)
-            state = fsdp.release(state, unit)
-        return fsdp.step(state)
-
-    said = ""
-    try:
-        state = trained(state, 2 if rank == 0 else 0)
-    except (fsdp.ScheduleError, fsdp.RestartError) as error:
-        said = f"{type(error).__name__}: {error}"
-    while True:
-        try:
-            state = trained(state, 0)
-            break
-        except fsdp.RestartError:
-            continue
-    return said, torch.cat([leaf.flatten() for leaf in fsdp.full_params(state).values()]).unique().tolist()
-
-
-def test_ranks_that_wait_for_each_other_say_so_at_once() -> None:
-    """Rank 0 waits for a gather that rank 1 will never issue, and rank 1 for a reduction that rank 0 will not; or one
-    finds before that what the other has issued in the place of its own."""
-    found = launch(parts, nprocs=2, timeout=60)
-    assert any(said.startswith(("ScheduleError: this rank waits", "ScheduleError: this rank is")) for said, _ in found)
-    assert all(said.startswith(("ScheduleError", "RestartError")) for said, _ in found)
-    assert [values for _, values in found] == [[-1.5], [-1.5]]
-
-
 # ---------------------------------------------------------------- reductions that are under way
 
 
@@ -262,22 +220,6 @@ def staged(microbatches: int) -> tuple[int, list[float]]:
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_no_rank_waits_for_room_in_the_hosts_staging(microbatches: int) -> None:
     assert launch(staged, (microbatches,), nprocs=2) == [(0, [-300.0 * (1 + microbatches)] * 6)] * 2
-
-
-def whole_tree_after(skips: int) -> list[float]:
-    """One rank leaves out the last units of a forward; then all reduce a whole tree."""
-    params = {f"u{i}.w": torch.zeros(300) for i in range(4)}
-    state = fsdp.shard(params, Spec(fsdp.local_mesh(), units=["u*"]), fsdp.sgd(lr=1.0))
-    for used in (4, 4 - skips * (dist.get_rank() == 0)):
-        for unit in state.units[:used]:
-            state = fsdp.release(fsdp.unshard(state, unit)[0], unit)
-        state = fsdp.step(fsdp.reduce(state, {path: torch.ones(300) for path in params}))
-    return [float(w.sum()) for w in fsdp.full_params(state).values()]
-
-
-@pytest.mark.parametrize("skips", [2, 3])
-def test_a_whole_tree_starts_what_a_peer_waits_for(skips: int) -> None:
-    assert launch(whole_tree_after, (skips,), nprocs=2, timeout=60) == [[-600.0] * 4] * 2
 
 
 # ---------------------------------------------------------------- two states
