@@ -16,6 +16,7 @@ from support.problems import Block, Tree, batch, full_grads, loss_fn, net
 from support.ranks import launch
 from support.scenario import Scenario, Seen, all_alike, on_ranks
 from support.tables import FULL, marked
+from support.transactions import Boom, taken
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule
@@ -118,22 +119,18 @@ def skipping(keep: Any, stops: bool) -> list[Tree]:
     state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), schedule=Schedule(keep=keep)), fsdp.sgd(lr=0.1))
     f = T.forward_backward(model, lambda model, x, out: model(x, out).square().mean())
     rank, seen = dist.get_rank(), []
-    step = 0
-    while step < 3:
+
+    def take(state: fsdp.State, step: int, met: list[str]) -> fsdp.State:
         x = torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
-        try:
-            middle = state
-            for k in range(MICRO):
-                middle, _ = f(middle, x * (k + 1), LEFT_OUT[rank][k], last_microbatch=k == MICRO - 1)
-                if stops and step == k == 1 and rank == 0:
-                    stops = False
-                    raise ValueError("on purpose")
-            middle = fsdp.finish_reductions(middle)
-            seen.append(full_grads(middle))
-            state = fsdp.step(middle)
-            step += 1
-        except (ValueError, fsdp.RestartError):
-            stops = False
+        for k in range(MICRO):
+            state, _ = f(state, x * (k + 1), LEFT_OUT[rank][k], last_microbatch=k == MICRO - 1)
+            if stops and step == k == 1 and rank == 0 and not met:
+                raise Boom
+        state = fsdp.finish_reductions(state)
+        seen.append(full_grads(state))
+        return fsdp.step(state)
+
+    taken(state, take, 3)
     return seen
 
 

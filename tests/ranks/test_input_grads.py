@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from support.driven import raised, start
 from support.presets import PRESETS, ranks_of
-from support.problems import Tree, full_grads
+from support.problems import full_grads
 from support.ranks import launch
 from support.tables import FULL, marked
 
@@ -134,27 +134,6 @@ def test_they_are_the_plain_modules(preset: str, way: str) -> None:
 
 
 # ---------------------------------------------------------------- a world of one
-
-
-def pipelined() -> tuple[Any, Tree]:
-    """Two stages: the second hands the gradient of its input to the first."""
-    torch.manual_seed(1)
-    whole = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-    (a, first), (b, second) = start(whole[:2]), start(whole[2:])
-    x, y = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
-    a, h = T.apply(first)(a, x)
-    b, (loss, (dh, _)) = T.forward_backward(
-        second, lambda model, h, y: (model(h) - y).square().mean(), input_grads=True
-    )(b, h, y)
-    a, _ = T.forward_backward(first, lambda model, x, dh: (model(x) * dh).sum())(a, x, dh)
-    grads = [*full_grads(fsdp.finish_reductions(a)).values(), *full_grads(fsdp.finish_reductions(b)).values()]
-    right = (whole(x) - y).square().mean()
-    want = torch.autograd.grad(right, [*whole.parameters()])
-    return (loss, grads), (right.detach(), [*want])  # type: ignore[return-value]
-
-
-def test_two_stages_of_a_pipeline() -> None:
-    torch.testing.assert_close(*launch(pipelined, nprocs=1)[0], rtol=1e-12, atol=1e-12)
 
 
 def one(call: Callable[[fsdp.State, nn.Module], Any], module: nn.Module | None = None) -> Any:

@@ -191,65 +191,6 @@ def test_a_world_of_one_needs_no_set_up_and_workers_no_cloudpickle(tmp_path: Pat
 
 # ------------------------------------------------------------------------------------------------------ code by value
 
-DEFINITIONS_AFTER_THE_WORKERS = """
-    import os
-    from functional_fsdp import launch, LaunchError
-
-    pids = launch(os.getpid, nprocs=2)  # the workers start here: all that follows is unknown to them
-
-    from dataclasses import dataclass
-    import torch
-    from torch import nn
-
-    @dataclass(frozen=True)
-    class Config:
-        width: int = 4
-
-    class Block(nn.Module):
-        def __init__(self, config):
-            super().__init__()
-            self.linear = nn.Linear(config.width, config.width)
-
-        def forward(self, x):
-            return helper(self.linear(x))
-
-    class Net(Block):
-        def forward(self, x):
-            return super().forward(x) * SCALE
-
-    def helper(x):
-        return x.relu()
-
-    SCALE = 2.0
-
-    def work(config):
-        return os.getpid(), config, type(Net(config)(torch.ones(1, config.width))).__name__
-
-    assert launch(work, (Config(3),), nprocs=2) == [(pid, Config(3), "Tensor") for pid in pids]
-
-    SCALE = 3.0  # globals are sent as they are now
-    assert launch(lambda: SCALE, nprocs=2) == [3.0, 3.0]
-
-    def forget():
-        global SCALE
-        SCALE = 4.0
-
-    launch(forget, nprocs=2)  # what it assigns is its own: the next call begins with the caller's
-    assert launch(lambda: SCALE, nprocs=2) == [3.0, 3.0] and SCALE == 3.0
-
-    (net, _) = launch(lambda: Net(Config()), nprocs=2)
-    assert type(net) is Net
-"""
-
-
-@pytest.mark.large
-def test_definitions_in_main_after_the_workers_started(tmp_path: Path) -> None:
-    run_script(DEFINITIONS_AFTER_THE_WORKERS)  # from stdin
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(DEFINITIONS_AFTER_THE_WORKERS))
-    run_script("", str(script))
-
-
 SCRIPT = """
 import torch
 import functional_fsdp as fsdp
@@ -276,10 +217,14 @@ def main(compile):
     return step(state, torch.ones(2, 8))[1].item()
 
 def define():
-    global Made
+    global Made, scale
     class Made:
         pass
+    scale = 7.0  # its own: the next call begins with the caller's
     return Made(), define
+
+def scale_now():
+    return scale
 """
 
 
@@ -316,6 +261,7 @@ def test_what_a_script_defines_in_a_worker_comes_home() -> None:
     [(made, define)] = launch(found["define"], nprocs=1)
     assert type(made).__name__ == "Made"
     assert define.__globals__["__name__"] == "__main__"
+    assert launch(found["scale_now"], nprocs=1) == [1.0]
 
 
 def test_what_a_call_of_a_script_named_is_let_go_after_it() -> None:

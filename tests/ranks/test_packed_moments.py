@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +17,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from support.chains import Chain
 from support.commands import TORCHAO
+from support.presets import PRESETS
 from support.problems import mesh_and_placement
+from support.scenario import Scenario, Seen, apart, on_ranks
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -135,31 +138,31 @@ def start(preset: str, moments: Any = fsdp.dynamic8, **spec: Any) -> tuple[fsdp.
     return fsdp.shard(params, fsdp.Spec(mesh, placement, **spec), fsdp.adamw(lr=1e-2, moments=moments)), model
 
 
-def driven(preset: str, moments: Any, steps: int, **spec: Any) -> tuple[list[float], Tree]:
-    state, model = start(preset, moments, **spec)
-    forward_backward, losses = T.forward_backward(model, loss_fn), []
-    for step in range(steps):
-        state, loss = forward_backward(state, batch(step, 0))  # alike, for the same sums in every strategy
-        state = fsdp.step(state)
-        losses.append(loss.item())
-    return losses, fsdp.full_params(state)
+def driven(preset: str, moments: Any, ranks: int) -> list[Seen]:
+    """Six steps of data that are alike, for the same sums in every strategy."""
+    data = lambda step, rank, micro: batch(step, 0)  # noqa: E731
+    optimizer = (lambda: fsdp.adamw(lr=1e-2, moments=moments)), None
+    return on_ranks(Scenario(model=net, loss_fn=loss_fn, data=data, preset=preset, optimizer=optimizer, steps=6), ranks)
+
+
+@cache
+def plainly() -> list[float]:
+    return driven("zero3", None, 1)[0].losses
 
 
 def test_every_strategy_has_the_same_bits() -> None:
-    right = launch(driven, ("zero3", fsdp.dynamic8, 6), nprocs=1, simulate=True)[0]
-    plain = launch(driven, ("zero3", None, 6), nprocs=1, simulate=True)[0]
-    assert right[0] == pytest.approx(plain[0], rel=0.05)
-    assert right[0] != plain[0]
-    for preset in ("zero3", "zero2", "zero1", "ddp", "hsdp", "hfsdp"):
-        for losses, params in launch(driven, (preset, fsdp.dynamic8, 6), nprocs=4, simulate=True):
-            assert losses == right[0], preset
-            assert all(torch.equal(p, right[1][path]) for path, p in params.items())
+    (right,) = driven("zero3", fsdp.dynamic8, 1)
+    assert right.losses == pytest.approx(plainly(), rel=0.05)
+    assert right.losses != plainly()
+    for preset in PRESETS:
+        for seen in driven(preset, fsdp.dynamic8, 4):
+            assert seen.losses == right.losses, preset
+            assert apart(seen.weights[-1], right.weights[-1]) == 0.0
 
 
 @pytest.mark.parametrize("codec", [fsdp.fp8_block(128), fsdp.mxfp8(), fsdp.dynamic8(32)], ids=str)
 def test_other_codecs(codec: fsdp.Codec) -> None:
-    losses, _ = launch(driven, ("zero3", codec, 6), nprocs=2, simulate=True)[0]
-    assert losses == pytest.approx(launch(driven, ("zero3", None, 6), nprocs=1, simulate=True)[0][0], rel=0.1)
+    assert driven("zero3", codec, 2)[0].losses == pytest.approx(plainly(), rel=0.1)
 
 
 def planes_of(state: fsdp.State) -> Tree:

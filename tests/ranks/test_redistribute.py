@@ -10,7 +10,6 @@ import torch
 from support.driven import raised
 from support.moved import begun, spec_of, trained, whole, wrong_in
 from support.presets import PRESETS
-from support.problems import net
 from support.ranks import launch
 from support.tables import FULL, covering
 
@@ -130,8 +129,3 @@ def counted() -> tuple[list[float], list[float]]:
 def test_counts_of_leaves_go_along() -> None:
     for straight, there in launch(counted, nprocs=2):
         assert straight == there
-
-
-def test_the_model_of_these_tests_has_leaves_of_every_kind() -> None:
-    shapes = {name: tuple(leaf.shape) for name, leaf in net().named_parameters()}
-    assert {(), (0, 3), (2,)} <= set(shapes.values())

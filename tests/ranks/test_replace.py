@@ -210,10 +210,10 @@ def test_ranks_that_differ_are_told_so() -> None:
             assert "tail.pair" in first[2]
 
 
-# ---------------------------------------------------------------- an average, and sharpness-aware minimisation
+# ---------------------------------------------------------------- an average
 
 
-def averaged(preset: str) -> tuple[Tree, float, Tree, Tree]:
+def averaged(preset: str, folder: str) -> tuple[Tree, float, Tree, Tree]:
     import ema
 
     state, model = begin(preset, fsdp.sgd(lr=0.1))
@@ -227,11 +227,13 @@ def averaged(preset: str) -> tuple[Tree, float, Tree, Tree]:
         seen = fsdp.full_params(average)
     _, raw = T.apply(model, loss_fn)(state, batch(9, 0))
     assert raw.item() != loss.item()
+    loaded = ema.averaged(fsdp.load(fsdp.save(state, folder), like=state))
+    assert all(torch.equal(leaf, seen[path]) for path, leaf in fsdp.full_params(loaded).items())
     return seen, loss.item(), fsdp.full_params(state), fsdp.full_params(average)
 
 
 @pytest.mark.parametrize("preset", marked([(p,) for p in PRESETS], [("zero2",), ("hsdp",)]))
-def test_an_average_of_the_weights_beside_the_plain_module(preset: str) -> None:
+def test_an_average_of_the_weights_beside_the_plain_module(preset: str, tmp_path: Path) -> None:
     model = net()
     average = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -242,7 +244,7 @@ def test_an_average_of_the_weights_beside_the_plain_module(preset: str) -> None:
         average = {name: p.detach().lerp(average[name], 0.5) for name, p in model.named_parameters()}
     plain = torch.func.functional_call(model, average, (batch(9, 0)[0],))
     want = nn.functional.cross_entropy(plain.flatten(0, 1), batch(9, 0)[1].flatten()).item()
-    for got, loss, raw, again in launch(averaged, (preset,), nprocs=2):
+    for got, loss, raw, again in launch(averaged, (preset, str(tmp_path / "saved")), nprocs=2):
         assert largest(got, average) < 1e-12
         assert largest(again, average) < 1e-12
         assert largest(raw, {name: p.detach() for name, p in model.named_parameters()}) < 1e-12

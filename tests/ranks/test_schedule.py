@@ -22,6 +22,7 @@ from support.problems import batch as net_batch
 from support.problems import by_unit, full_grads, mesh_and_placement, net
 from support.ranks import launch
 from support.tables import FULL, each, marked
+from support.transactions import Boom, taken
 from torch import Tensor
 
 import functional_fsdp as fsdp
@@ -703,10 +704,6 @@ def test_the_order_of_the_first_step_is_installed_on_every_rank() -> None:
 # ---------------------------------------------------------------- a step is a transaction
 
 
-class Boom(Exception):
-    pass
-
-
 PLACES = [
     ("unshard", "u0"),
     ("forward", "u0"),
@@ -726,23 +723,16 @@ def disturbed(schedule: Schedule, preset: str, who: tuple[int, ...], error: type
     wrong = []
     expected: Tree = {}
     for place in [None, *(PLACES if FULL or (error is Boom and preset == "zero3") else PLACES[1::2])]:
-        state = start(schedule, preset)
-        met: list[str] = []
-        for step in range(3):
-            while True:
-                bad = step == 1 and dist.get_rank() in who and not met
 
-                def at(verb: str, unit: str, *_: Any, bad: bool = bad, place: Any = place) -> None:
-                    if bad and (verb, unit) == place:
-                        raise error
+        def take(state: fsdp.State, step: int, met: list[str], place: Any = place) -> fsdp.State:
+            def at(verb: str, unit: str, *_: Any) -> None:
+                if step == 1 and dist.get_rank() in who and not met and (verb, unit) == place:
+                    raise error
 
-                try:
-                    middle, _ = chain(state, step, 0, False, at=at)
-                    middle, _ = chain(middle, step, 1)
-                    state = fsdp.step(middle)
-                    break
-                except (Boom, KeyboardInterrupt, fsdp.RestartError) as caught:
-                    met.append(type(caught).__name__)
+            middle, _ = chain(state, step, 0, False, at=at)
+            return fsdp.step(chain(middle, step, 1)[0])
+
+        state, met = taken(start(schedule, preset), take, 3)
         weights = flat(fsdp.full_params(state))
         if place is None:
             expected = weights
@@ -779,21 +769,15 @@ def test_an_exception_while_an_order_is_recorded_costs_nothing() -> None:
 
 
 def disturbed_recording() -> tuple[Any, bool]:
-    state = start(Schedule("recorded", prefetch=2))
-    met = 0
+    def take(state: fsdp.State, step: int, met: list[str]) -> fsdp.State:
+        def at(verb: str, unit: str, *_: Any) -> None:
+            if not met and dist.get_rank() == 1 and (verb, unit) == ("reduce", "u2"):
+                raise Boom
 
-    def at(verb: str, unit: str, *_: Any) -> None:
-        if not met and dist.get_rank() == 1 and (verb, unit) == ("reduce", "u2"):
-            raise Boom
+        return fsdp.step(chain(state, step, at=at)[0])
 
-    step = 0
-    while step < 2:
-        try:
-            state = fsdp.step(chain(state, step, at=at)[0])
-            step += 1
-        except (Boom, fsdp.RestartError):
-            met += 1
-    assert met == 1
+    state, met = taken(start(Schedule("recorded", prefetch=2)), take, 2)
+    assert len(met) == 1
     expected = undisturbed()
     return state.cursor.plan.schedule.order, equal(flat(fsdp.full_params(state)), expected)
 
@@ -806,7 +790,6 @@ def stopped_in_the_first_verb(when: str) -> tuple[list[str], bool]:
     expected = undisturbed()
     state = start(Schedule(prefetch=2))
     state = fsdp.step(chain(state, 0)[0])
-    met: list[str] = []
     if dist.get_rank() == 1:
         lanes = state._executor.run.lanes
         name = "submit" if when == "submitting" else "wait"
@@ -820,12 +803,7 @@ def stopped_in_the_first_verb(when: str) -> tuple[list[str], bool]:
             time.sleep(0.3)
             with pytest.raises(KeyboardInterrupt):
                 fsdp.unshard(state)
-    while True:
-        try:
-            state = fsdp.step(chain(state, 1)[0])
-            break
-        except (KeyboardInterrupt, fsdp.RestartError) as error:
-            met.append(type(error).__name__)
+    state, met = taken(state, lambda state, *_: fsdp.step(chain(state, 1)[0]), 1)
     return met, equal(flat(fsdp.full_params(state)), expected)
 
 
@@ -858,12 +836,7 @@ def stopped_in_the_middle(where: str, name: str) -> bool:
             with pytest.raises(KeyboardInterrupt):
                 fsdp.reduce(state, grads, unit) if grads else fsdp.unshard(state, unit)
 
-    while True:
-        try:
-            state = fsdp.step(chain(state, 1, at=at)[0])
-            break
-        except (fsdp.StaleStateError, fsdp.RestartError):
-            pass
+    state, _ = taken(state, lambda state, *_: fsdp.step(chain(state, 1, at=at)[0]), 1, fsdp.StaleStateError)
     return equal(flat(fsdp.full_params(state)), expected)
 
 

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from support.driven import Boom, Dropout, raised, start
+from support.driven import Dropout, raised, start
 from support.models import CASES, Stack, batch_of, entropy, made
 from support.problems import full_grads, largest
 from support.ranks import launch
 from support.scenario import Scenario, all_alike, apart, plain
 from support.tables import each
+from support.transactions import Boom, taken
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
@@ -244,19 +245,13 @@ def breaks(where: str, who: tuple[int, ...]) -> tuple[Tree, list[str]]:
     torch.manual_seed(0)
     state, model = start(Breaks(MLP().double()))
     forward_backward = T.forward_backward(model, of_the_input, second_order=True)
-    said: list[str] = []
-    step = 0
-    while step < 3:
-        Breaks.where = where if step == 1 and not said and dist.get_rank() in who else ""
-        try:
-            after, _ = forward_backward(state, 100 * step + 10 * dist.get_rank())
-            state = fsdp.step(after)
-            step += 1
-        except (Boom, fsdp.RestartError) as stopped:
-            said.append(type(stopped).__name__)
-        finally:
-            Breaks.where = ""
-    return fsdp.full_params(state), said
+
+    def take(state: fsdp.State, step: int, met: list[str]) -> fsdp.State:
+        Breaks.where = where if step == 1 and not met and dist.get_rank() in who else ""
+        return fsdp.step(forward_backward(state, 100 * step + 10 * dist.get_rank())[0])
+
+    state, met = taken(state, take, 3)
+    return fsdp.full_params(state), met
 
 
 @pytest.mark.parametrize(("where", "who"), each(["forward", "inner backward", "backward"], [(0, 1), (1,)]))

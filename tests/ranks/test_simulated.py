@@ -19,6 +19,7 @@ from support.presets import PRESETS
 from support.problems import LOOPS, batch, loss_fn, mesh_and_placement, net
 from support.scenario import Scenario, alike, apart, run
 from support.tables import FULL, each, marked
+from support.transactions import Boom, taken
 
 import functional_fsdp as fsdp
 from functional_fsdp import LaunchError, launch, simulate, workers
@@ -332,21 +333,16 @@ def test_what_cannot_be_simulated_is_refused(given: dict[str, Any], said: str) -
 def dropped(who: int) -> tuple[list[str], Tree]:
     """One rank drops a step in the middle; all go on."""
     state, model = setup()
-    said: list[str] = []
-    done = 0
-    while done < 3:
-        try:
-            middle, _ = fsdp.unshard(state, "embed.weight")
-            if done == 1 and not said and dist.get_rank() == who:
-                raise KeyError
-            after, _ = LOOPS["whole"](
-                model, fsdp.release(middle, "embed.weight"), batch(done, dist.get_rank(), 0), True
-            )
-            state = fsdp.step(after)
-            done += 1
-        except (KeyError, fsdp.RestartError) as met:
-            said.append(type(met).__name__)
-    return said, fsdp.full_params(state)
+
+    def take(state: fsdp.State, step: int, met: list[str]) -> fsdp.State:
+        middle, _ = fsdp.unshard(state, "embed.weight")
+        if step == 1 and not met and dist.get_rank() == who:
+            raise Boom
+        middle = fsdp.release(middle, "embed.weight")
+        return fsdp.step(LOOPS["whole"](model, middle, batch(step, dist.get_rank(), 0), True)[0])
+
+    state, met = taken(state, take, 3)
+    return met, fsdp.full_params(state)
 
 
 def test_ranks_that_parted_meet_and_lose_nothing() -> None:
@@ -355,7 +351,7 @@ def test_ranks_that_parted_meet_and_lose_nothing() -> None:
     for order in ("ranks", "random"):
         with simulate(data=3, order=order) as ranks:
             found = by_rank(ranks(dropped, 1))
-        assert [said for said, _ in found] == [["RestartError"], ["KeyError"], ["RestartError"]]
+        assert [said for said, _ in found] == [["RestartError"], ["Boom"], ["RestartError"]]
         assert all(apart(weights, wanted) == 0.0 for (_, weights), (_, wanted) in zip(found, right, strict=True))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import UserDict
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -599,34 +598,3 @@ def test_a_reduction_in_the_place_of_reduce(second_order: bool) -> None:
         assert off < 1e-12
         assert (units == [None]) == second_order
         assert len(units) == len(set(units))
-
-
-# ---------------------------------------------------------------- an average of the weights
-
-
-def averaged(folder: str) -> tuple[Tree, list[Tree]]:
-    import ema
-
-    state, model = start(net())
-    forward_backward = T.forward_backward(model, small_loss)
-    state = ema.with_ema(state)
-    seen = [fsdp.full_params(state)]
-    for k in range(3):
-        state = fsdp.step(forward_backward(state, on(state, small_batch(k, dist.get_rank())))[0])
-        state = ema.update(state, 0.5)
-        seen.append(fsdp.full_params(state))
-    fsdp.save(state, folder)
-    loaded = fsdp.load(folder, like=state)
-    average = fsdp.full_params(ema.averaged(state))
-    again = fsdp.full_params(ema.averaged(loaded))
-    assert all(torch.equal(again[key], average[key]) for key in average)
-    return average, seen
-
-
-def test_the_example_of_an_average(tmp_path: Path) -> None:
-    for average, seen in launch(averaged, (str(tmp_path / "saved"),), nprocs=2):
-        for key, got in average.items():
-            want = seen[0][key]
-            for later in seen[1:]:
-                want = want.lerp(later[key], 0.5)
-            assert (got - want).abs().max() < 1e-12 if got.numel() else True

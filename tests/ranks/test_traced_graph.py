@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from support.problems import Stack, batch, net, through_the_stack
-from support.traced import compiled, few, in_order
+from support.traced import compiled, few
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.utils import run_and_get_code
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
-from functional_fsdp import transforms as T
 from functional_fsdp._graph.graph import keep_residuals, kind_of
 from functional_fsdp._graph.lower import _memory, point_at_second_gathers
 
@@ -78,30 +76,6 @@ def test_the_graph_has_the_plans_collectives_and_no_more_gathered_bytes(recomput
 
 
 # ---------------------------------------------------------------- around a step
-
-
-def carried_out() -> list[str]:
-    """What the code that Inductor makes of a step does, in order: collectives and waits by number, matrix products."""
-    params, _ = fsdp.functionalize(Stack(64, LAYERS))
-    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
-
-    def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
-        state, loss = through_the_stack(state, x)
-        return fsdp.step(state), loss
-
-    with torch._inductor.config.patch(fx_graph_cache=False):
-        _, codes = run_and_get_code(T.compile(train_step), state, torch.ones(4, 64))
-    return in_order(codes[0])[0]
-
-
-@pytest.mark.large
-def test_inductor_keeps_the_order_of_the_plan() -> None:
-    """Between a collective and its wait lies compute, but for the first gather and the last reduction."""
-    for order in launch(carried_out, nprocs=2):
-        issued = [one for one in order if one[-1].isdigit() and not one.startswith("wait")]
-        assert Counter(one.split()[0] for one in issued) == {"all_gather": 2 * LAYERS - 1, "reduce_scatter": LAYERS}
-        bare = [one for one in issued if "product" not in order[order.index(one) : order.index(f"wait {one}")]]
-        assert bare == ["all_gather 0", f"reduce_scatter {LAYERS - 1}"]
 
 
 def saved(folder: str) -> tuple[int, float, float]:

@@ -60,19 +60,38 @@ def raising(error: type[BaseException], place: str, together: bool) -> Callable[
 def disturbed(preset: str, place: str, who: list[int], error: type[BaseException]) -> tuple[dict[str, Any], int, int]:
     """Train; in step BAD, ranks in `who` raise `error` at `place`. All go on from the state before the step."""
     state, model = start(preset)
-    raised = restarts = 0
     together = len(who) == dist.get_world_size()
-    for step in range(STEPS):
+
+    def take(state: fsdp.State, step: int, met: list[str]) -> fsdp.State:
+        bad = step == BAD and dist.get_rank() in who and {*met} <= {"RestartError"}
+        return train_step(state, model, step, raising(error, place if bad else "", together))
+
+    state, met = taken(state, take, STEPS)
+    restarts = met.count("RestartError")
+    return fsdp.full_params(state), len(met) - restarts, restarts
+
+
+def taken(
+    state: fsdp.State,
+    take: Callable[[fsdp.State, int, list[str]], fsdp.State],
+    steps: int,
+    *errors: type[BaseException],
+) -> tuple[fsdp.State, list[str]]:
+    """Steps, each taken from the state before it until that is done; the names of the errors that were met.
+
+    Args:
+        take: (state, number of the step, what was met so far) -> the state after it.
+        errors: that may come, beside those of an interrupt and of a peer that begins anew.
+    """
+    met: list[str] = []
+    for number in range(steps):
         while True:
-            bad = step == BAD and dist.get_rank() in who and not raised
             try:
-                state = train_step(state, model, step, raising(error, place if bad else "", together))
+                state = take(state, number, met)
                 break
-            except (Boom, KeyboardInterrupt):
-                raised += 1
-            except fsdp.RestartError:
-                restarts += 1
-    return fsdp.full_params(state), raised, restarts
+            except (Boom, KeyboardInterrupt, fsdp.RestartError, *errors) as error:
+                met.append(type(error).__name__)
+    return state, met
 
 
 def another_order() -> dict[str, torch.Tensor]:
