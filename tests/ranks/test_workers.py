@@ -338,15 +338,6 @@ def test_a_worker_that_dies_takes_its_handles_along() -> None:
         assert same(w, w(train, w(setup), 2)[0], 2)
 
 
-def test_a_worker_that_dies_in_a_call() -> None:
-    with fsdp.workers(nprocs=2) as w:
-        state = w(setup)
-        with pytest.raises(LaunchError, match=r"rank 1 of 2 failed: the process exited with code 3") as caught:
-            w(lambda state: (rank() and os._exit(3), whole(state)), state)
-        assert caught.value.rank == 1
-        assert "Handle of workers that are gone: rank 1 exited with code 3" in repr(state)
-
-
 def test_an_error_on_one_rank_ends_the_call_and_keeps_the_last_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other waits for it in a collective; it is stopped, and both go on from the same state."""
     monkeypatch.setattr(_pool, "GRACE", 0.3)
@@ -426,20 +417,6 @@ def waits(state: fsdp.State, steps: int, says: str) -> None:
     time.sleep(600)
 
 
-def test_an_interrupt_before_the_first_step_leaves_the_state_as_it_was(w: WorkerGroup, tmp_path: Path) -> None:
-    state = w(setup)
-    with interrupted(tmp_path / "said"):
-        w(waits, state, 0, str(tmp_path / "said"))
-    assert same(w, w(train, state, 1)[0], 1)
-
-
-def test_an_interrupt_renews_states_inside_what_a_handle_holds(w: WorkerGroup, tmp_path: Path) -> None:
-    both = w(lambda: {"state": setup(), "name": "both"})
-    with interrupted(tmp_path / "said"):
-        w(lambda both, says: waits(both["state"], 3, says), both, str(tmp_path / "said"))
-    assert w(lambda both: both["state"].steps, both).get() == [3, 3]
-
-
 class Run:
     """Of a user's program."""
 
@@ -476,13 +453,25 @@ def moves(state: fsdp.State, steps: int, says: str) -> None:
     waits(fsdp.redistribute(state, fsdp.Spec(fsdp.local_mesh("cpu", other=2), trainable={"b": False})), steps, says)
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-def test_an_interrupt_renews_a_state_that_another_verb_took(w: WorkerGroup, tmp_path: Path, steps: int) -> None:
-    state, _ = w(train, w(setup), 1)
+#: what a handle holds, a call of it that is stopped, the state in it, and how many steps that has taken by then
+RENEWED: dict[str, tuple[Any, Any, Any, int]] = {
+    "before the first step": (setup, lambda state, says: waits(state, 0, says), lambda state: state, 0),
+    "inside a dict": (lambda: {"s": setup()}, lambda held, says: waits(held["s"], 3, says), lambda held: held["s"], 3),
+    "moved": (setup, lambda state, says: moves(state, 0, says), lambda state: state, 0),
+    "moved and trained": (setup, lambda state, says: moves(state, 2, says), lambda state: state, 2),
+}
+
+
+@pytest.mark.parametrize("what", RENEWED)
+def test_an_interrupt_renews_states(w: WorkerGroup, tmp_path: Path, what: str) -> None:
+    make, call, find, steps = RENEWED[what]
+    held = w(make)
     with interrupted(tmp_path / "said"):
-        w(moves, state, steps, str(tmp_path / "said"))
-    assert repr(state).count(f"step {steps + 1}, between steps") == 2
-    assert same(w, w(train, state, 1)[0], steps + 2)
+        w(call, held, str(tmp_path / "said"))
+    state = w(find, held)
+    assert repr(state).count(f"step {steps}, between steps") == 2
+    assert same(w, state, steps)
+    assert same(w, w(train, state, 1)[0], steps + 1)
 
 
 def parts(state: fsdp.State) -> None:
@@ -675,11 +664,6 @@ def test_an_interrupt_between_calls_concerns_no_worker(w: WorkerGroup) -> None:
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert same(w, w(train, state, 1)[0], 1)
-
-
-def test_prints_are_shown(w: WorkerGroup, capsys: pytest.CaptureFixture[str]) -> None:
-    w(lambda: print("hello"))
-    assert sorted(capsys.readouterr().out.splitlines()) == ["[rank 1] hello", "hello"]
 
 
 # --------------------------------------------------------------------------------------------- how workers start
