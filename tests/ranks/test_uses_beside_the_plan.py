@@ -16,11 +16,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from support.problems import batch, loss_fn, net
 from support.ranks import launch
+from support.scenario import SGD, Scenario, Seen, alike, plain, run
 from support.tables import FULL, each
 from torch.utils.checkpoint import checkpoint
 
 import functional_fsdp as fsdp
-from functional_fsdp import Schedule, Spec, extend
+from functional_fsdp import Schedule, Spec
 from functional_fsdp import transforms as T
 from functional_fsdp._common.record import Collective
 from functional_fsdp._runtime.lanes import HostLanes
@@ -287,39 +288,32 @@ def programs_of(seed: int) -> list[list[tuple[str, list[int]]]]:
     ]
 
 
-def programmed(seeds: range) -> list[tuple[int, float]]:
-    """By seed the largest error of a gradient; released weights are filled with NaN."""
-    found = []
-    known = [[("plain", [4])], [("plain", [2])], [("scale", []), ("again", [4, 3, 4])]]
-    for seed in seeds:
-        torch.manual_seed(0)
-        module = Programmed().double()
-        params, model = fsdp.functionalize(module)
-        schedule = fsdp.Schedule(debug=True, keep="all" if seed % 4 == 3 else None, prefetch=seed % 2)
-        state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), schedule=schedule), fsdp.sgd(lr=0.0))
-        step = T.forward_backward(model, lambda model, x, program: model(x, program).square().mean())
-        worst = 0.0
-        for number, program in enumerate(programs_of(seed) if seed else known):
-            x = torch.randn(2, 3, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # units that are used beside the plan
-                state, _ = step(state, x, program)
-            state = fsdp.finish_reductions(state)
-            got: dict[str, torch.Tensor] = {}
-            for buffer in state.grads.values():
-                got |= extend.gather_leaves(buffer)
-            loss = module(x, program).square().mean()
-            wanted = torch.autograd.grad(loss, [*module.parameters()], allow_unused=True)
-            for (path, _), want in zip(module.named_parameters(), wanted, strict=True):
-                if want is not None:
-                    error = (got[path] - want).abs().max().item()
-                    worst = error if error != error else max(worst, error)
-            state = fsdp.step(state)
-        found.append((seed, worst))
-    return found
+KNOWN = [[("plain", [4])], [("plain", [2])], [("scale", []), ("again", [4, 3, 4])]]
+
+
+def programmed(seed: int) -> Scenario:
+    """Released weights are filled with NaN."""
+    schedule = fsdp.Schedule(debug=True, keep="all" if seed % 4 == 3 else None, prefetch=seed % 2)
+    programs = programs_of(seed) if seed else KNOWN
+    x = lambda step: torch.randn(2, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)  # noqa: E731
+    return Scenario(
+        model=lambda: Programmed().double(), loss_fn=lambda model, data: model(*data).square().mean(), optimizer=SGD,
+        data=lambda step, rank, micro: (x(step), programs[step]), spec={"schedule": schedule}, steps=len(programs),
+    )  # fmt: skip
+
+
+SOME = [programmed(seed) for seed in range(16 if FULL else 8)]
+
+
+def several() -> list[Seen]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # units that are used beside the plan
+        return [run(one) for one in SOME]
 
 
 def test_recomputed_regions_read_no_released_weights() -> None:
     """Units come twice in a region, and in programs other than those of the steps before."""
-    for found in launch(programmed, (range(16 if FULL else 8),), nprocs=2):
-        assert [seed for seed, worst in found if not worst < 1e-12] == []
+    wanted = [plain(one, 2) for one in SOME]
+    for rank, found in enumerate(launch(several, nprocs=2)):
+        for seen, want in zip(found, wanted, strict=True):
+            alike(seen, want[rank], 1e-12)
