@@ -170,30 +170,6 @@ def test_a_run_in_bfloat16_goes_on_as_deepspeed(name: str, half: str, most: floa
         torch.testing.assert_close(found, expected(path)["losses"], rtol=0, atol=most)
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
-
-
-def by_the_page(path: str) -> float:
-    """The first loss after the two commands that the page on migration has, with the names that they use."""
-    lines = [line.strip() for line in PAGE.read_text().split("## From a peer's folder")[1].splitlines()]
-    commands = [line for line in lines if line.startswith("state") and "folder)" in line]
-    assert len(commands) == 2
-    mesh = fsdp.local_mesh()
-    named: dict[str, Any] = {"fsdp": fsdp, "Net": PeerModel, "spec": fsdp.Spec(mesh), "optimizer": SPELT["adamw"]()}
-    named |= {"folder": path}
-    exec("\n".join(commands), named)
-    state, loss = T.forward_backward(named["model"], loss_of)(named["state"], batch_of(STEPS, mesh.get_rank()))
-    state, loss = fsdp.pmean(fsdp.step(state), loss)
-    return float(loss)
-
-
-@pytest.mark.parametrize("name", rows([*EXACT, *HALF]))
-def test_the_two_commands_of_the_page_lead_to_a_running_step(name: str, unpacked: Any) -> None:
-    path = unpacked(name)
-    for loss in launch(by_the_page, (str(path),), nprocs=2, simulate=True):
-        assert abs(loss - expected(path)["losses"][0].item()) < (1e-6 if name in EXACT else 0.05)
-
-
 @pytest.mark.parametrize(("nprocs", "kind"), [(1, "zero3"), (2, "zero1"), (4, "zero3")])
 @pytest.mark.parametrize("name", rows(MADE))
 def test_any_ranks_and_strategy_read_the_same(name: str, nprocs: int, kind: str, unpacked: Any) -> None:

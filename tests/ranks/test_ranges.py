@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from support.chains import mean_square as loss_of
+from support.presets import TWO_AXES
+from support.problems import mesh_and_placement
 from support.tables import FULL
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,11 +25,9 @@ X = torch.ones(3, 4)
 PRESETS = ("zero3", "zero2", "zero1", "ddp")
 
 
-def made(preset: str, **spec: Any) -> tuple[fsdp.State, Any]:
+def made(preset: str) -> tuple[fsdp.State, Any]:
     params, model = fsdp.functionalize(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
-    return fsdp.shard(
-        params, fsdp.Spec(fsdp.local_mesh(), getattr(fsdp, preset)("data"), **spec), fsdp.adamw(lr=0.1)
-    ), model
+    return fsdp.shard(params, fsdp.Spec(*mesh_and_placement(preset)), fsdp.adamw(lr=0.1)), model
 
 
 def by_tree(state: fsdp.State, model: Any) -> fsdp.State:
@@ -78,12 +77,12 @@ def nested(ranges: list[dict[str, Any]]) -> bool:
     return True
 
 
-def on_ranks(folder: Path) -> dict[tuple[str, str], tuple[list[str], bool]]:
+def on_ranks(folder: Path, presets: tuple[str, ...], ways: Any) -> dict[tuple[str, str], tuple[list[str], bool]]:
     found = {}
-    inside = folder / str(dist.get_rank() if dist.is_initialized() else fsdp.local_mesh().get_rank())
+    inside = folder / str(fsdp.local_mesh().get_rank())
     inside.mkdir()
-    for preset in PRESETS:
-        for way in WAYS:
+    for preset in presets:
+        for way in ways:
             state, model = made(preset)
             state = way(state, model)
             ranges = ranges_of(lambda way=way, state=state, model=model: way(state, model), inside)  # type: ignore[misc]
@@ -94,9 +93,14 @@ def on_ranks(folder: Path) -> dict[tuple[str, str], tuple[list[str], bool]]:
 WAYS = (by_tree, by_unit, driven)
 
 
-def test_a_step_has_the_names_of_its_verbs_units_and_lanes(tmp_path: Path) -> None:
-    for found in fsdp.launch(on_ranks, (tmp_path,), nprocs=2):
-        assert len(found) == len(PRESETS) * len(WAYS)
+@pytest.mark.parametrize(
+    ("ranks", "presets", "ways"), [(2, PRESETS, WAYS), (4, ("hsdp", "hfsdp"), (driven,))], ids=["2", "4"]
+)
+def test_a_step_has_the_names_of_its_verbs_units_and_lanes(
+    ranks: int, presets: tuple[str, ...], ways: Any, tmp_path: Path
+) -> None:
+    for found in fsdp.launch(on_ranks, (tmp_path, presets, ways), nprocs=ranks):
+        assert len(found) == len(presets) * len(ways)
         for (preset, way), (names, ordered) in found.items():
             assert ordered, (preset, way)
             assert [name for name in names if name in ("step", "vote", "update")] == ["step", "vote", "update"]
@@ -106,8 +110,10 @@ def test_a_step_has_the_names_of_its_verbs_units_and_lanes(tmp_path: Path) -> No
                 continue
             assert {"unshard 0", "unshard 2", "release 0", "release 2", "reduce 0", "reduce 2"} <= {*names}
             gathers = {name for name in names if name.startswith("gather ")}
-            assert gathers == ({"gather 0", "gather 2"} if preset.startswith("zero3") else set())
+            assert gathers == ({"gather 0", "gather 2"} if preset in ("zero3", *TWO_AXES) else set())
             assert {"reduce gradients of 0", "reduce gradients of 2"} <= {*names}
+            if preset in TWO_AXES:
+                assert {"wait gather 0", "wait gather 2", "wait reduce 0"} <= {*names}
             if way == "driven":
                 passes = [name for name in names if name.startswith(("forward", "backward"))]
                 assert passes == ["forward_backward", "forward 0", "forward 2", "backward 2", "backward 0"]
@@ -164,32 +170,6 @@ def test_a_compiled_step_has_the_names_of_what_it_issues(backend: str, tmp_path:
             waits = sorted(name for name in names if name.startswith("wait"))
             assert waits == sorted(f"wait {name}" for name in [*gathers, *again, "reduce 2", "reduce 0"])
             assert len(names) == 1 + 2 * len(waits)
-
-
-def on_two_axes(folder: Path) -> dict[str, list[str]]:
-    mesh, found = fsdp.local_mesh(replica=2, shard=2), {}
-    inside = folder / str(dist.get_rank())
-    inside.mkdir()
-    for preset in ("hsdp", "hfsdp"):
-        params, model = fsdp.functionalize(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
-        placement = getattr(fsdp, preset)("replica", "shard")
-        state = driven(fsdp.shard(params, fsdp.Spec(mesh, placement), fsdp.adamw(lr=0.1)), model)
-        ranges = ranges_of(lambda state=state, model=model: driven(state, model), inside)  # type: ignore[misc]
-        assert nested(ranges)
-        found[preset] = [one["name"].removeprefix("fsdp ") for one in ranges]
-    return found
-
-
-def test_names_on_two_axes(tmp_path: Path) -> None:
-    for found in fsdp.launch(on_two_axes, (tmp_path,), nprocs=4):
-        for names in found.values():
-            assert {"gather 0", "gather 2", "reduce gradients of 0", "reduce gradients of 2", "vote", "update"} <= {
-                *names
-            }
-            passes = [name for name in names if name.startswith(("forward", "backward"))]
-            assert passes == ["forward_backward", "forward 0", "forward 2", "backward 2", "backward 0"]
-            waits = {name for name in names if name.startswith("wait ")}
-            assert {"wait gather 0", "wait gather 2", "wait reduce 0"} <= waits
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
