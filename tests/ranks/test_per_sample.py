@@ -18,7 +18,7 @@ from support.driven import raised
 from support.driven import start as begin
 from support.problems import Tree, batch, full_grads, largest, mesh_and_placement
 from support.ranks import launch
-from support.staged import HEAD, loss_fn, plain, stages, start, weights
+from support.staged import HEAD, loss_fn, noted, plain, stages, start, weights
 from support.tables import each, marked
 from support.transactions import Boom, taken
 
@@ -142,18 +142,8 @@ def test_per_sample_gradients_unit_by_unit(preset: str) -> None:
 
 def norms(preset: str, chunk: int | None) -> dict[str, Any]:
     state, model = start(preset)
-    data, most = samples(dist.get_rank()), []
-
-    def counted(fn: Callable[..., Any]) -> Callable[..., Any]:
-        def run(w: Any, h: Any, sample: Any) -> Any:
-            most.append(
-                len([u for u in state._executor.progress.cursor.live if state._executor.progress.plan.by_name[u].parts])
-            )
-            return fn(w, h, sample)
-
-        return run
-
-    f = T.per_sample_norms({key: counted(fn) for key, fn in stages(model).items()}, chunk=chunk)
+    data, most = samples(dist.get_rank()), list[int]()
+    f = T.per_sample_norms(noted(state, stages(model), most), chunk=chunk)
     found: dict[str, Any] = {"most": most}
     after, (found["losses"], found["norms"]) = f(state, data)
     found["between steps"] = after is state and state.between_steps and state.cursor.idle
@@ -238,21 +228,8 @@ def test_frozen_leaves_and_units_and_pytrees_between_stages(preset: str) -> None
 
 def clipped(preset: str, average: Any, micro: int) -> tuple[torch.Tensor, list[Tree], int]:
     state, model = start(preset, average=average)
-    most = [0]
-
-    def counted(fn: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            most[0] = max(
-                most[0],
-                len(
-                    [u for u in state._executor.progress.cursor.live if state._executor.progress.plan.by_name[u].parts]
-                ),
-            )
-            return fn(*args)
-
-        return run
-
-    f: Any = T.clipped_gradients({key: counted(fn) for key, fn in stages(model).items()}, max_norm=BOUND)
+    most = list[int]()
+    f: Any = T.clipped_gradients(noted(state, stages(model), most), max_norm=BOUND)
     f = f if micro == 1 else T.accumulate(f, micro)
     grads = []
     for step in range(2):
@@ -260,7 +237,7 @@ def clipped(preset: str, average: Any, micro: int) -> tuple[torch.Tensor, list[T
         middle = fsdp.finish_reductions(middle)
         grads.append(full_grads(middle))
         state = fsdp.step(middle)
-    return losses, grads, most[0]
+    return losses, grads, max(most)
 
 
 @pytest.mark.parametrize(("preset", "how"), each([*PRESETS, "ddp", "hfsdp"], [("mean", 1), ("mean", 3), ("sum", 1)]))

@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from support.driven import raised
 from support.problems import Tree, batch, full_grads, largest
 from support.ranks import launch
-from support.staged import HEAD, loss_fn, plain, stages, start, weights
+from support.staged import HEAD, loss_fn, noted, plain, stages, start, weights
 from support.tables import each
 
 import functional_fsdp as fsdp
@@ -177,17 +177,7 @@ def products(preset: str, order: str) -> dict[str, Any]:
     product = T.hvp(stages(model))
     most: list[int] = []
     found: dict[str, Any] = {"equal": True}
-
-    def counted(fn: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            most.append(
-                len([u for u in state._executor.progress.cursor.live if state._executor.progress.plan.by_name[u].parts])
-            )
-            return fn(*args)
-
-        return run
-
-    after, (found["loss"], hv) = T.hvp({key: counted(fn) for key, fn in stages(model).items()})(state, v, data)
+    after, (found["loss"], hv) = T.hvp(noted(state, stages(model), most))(state, v, data)
     found["between steps"] = after is state and state.between_steps and state.cursor.idle
     found["most"] = max(most)
     found["Hv"] = full_grads(after._evolve(grads=hv))

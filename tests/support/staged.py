@@ -47,6 +47,20 @@ def stages(model: Any) -> dict[Any, Callable[..., Any]]:
     }
 
 
+def noted(state: fsdp.State, cut: dict[Any, Callable[..., Any]], most: list[int]) -> dict[Any, Callable[..., Any]]:
+    """Stages that note how many units with sharded weights are gathered while they run."""
+
+    def noting(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            progress = state._executor.progress
+            most.append(sum(bool(progress.plan.by_name[unit].parts) for unit in progress.cursor.live))
+            return fn(*args)
+
+        return run
+
+    return {key: noting(fn) for key, fn in cut.items()}
+
+
 def weights() -> tuple[Tree, Tree]:
     """Of the plain module: those that train, and those that do not. Tied ones once."""
     named = dict(PLAIN.named_parameters())
