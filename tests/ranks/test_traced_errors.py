@@ -30,6 +30,13 @@ def state_of() -> fsdp.State:
     return fsdp.shard({path: p.double() for path, p in params.items()}, spec, fsdp.sgd(lr=0.1))
 
 
+@pytest.fixture
+def state() -> fsdp.State:
+    """A fresh one, and nothing compiled yet."""
+    torch._dynamo.reset()
+    return state_of()
+
+
 STAGES: dict[str, Any] = {"0": lambda w, h, x: x @ w["weight"], "1": lambda w, h, x: (h @ w["weight"]).sum()}
 
 
@@ -99,9 +106,7 @@ def test_in_a_graph_remat_is_left_to_the_compiler() -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_graph_that_breaks_within_a_step_is_an_error(whole: bool) -> None:
-    torch._dynamo.reset()
-    state = state_of()
+def test_a_graph_that_breaks_within_a_step_is_an_error(whole: bool, state: fsdp.State) -> None:
     rest = torch._dynamo.disable(lambda state: fsdp.unshard(state, "tail"))  # as whatever torch cannot trace
 
     def broken(state: fsdp.State) -> Any:
@@ -112,10 +117,7 @@ def test_a_graph_that_breaks_within_a_step_is_an_error(whole: bool) -> None:
     assert torch._dynamo.disable(fsdp.unshard)(state)[0].cursor is not None  # the state before it is good
 
 
-def test_a_compiled_step_begins_between_steps() -> None:
-    torch._dynamo.reset()
-    state = state_of()
-
+def test_a_compiled_step_begins_between_steps(state: fsdp.State) -> None:
     def train_step(state: fsdp.State) -> fsdp.State:
         state, weights = fsdp.unshard(state)
         return fsdp.step(fsdp.reduce(state, weights))
@@ -135,18 +137,13 @@ def test_a_compiled_step_begins_between_steps() -> None:
     assert ways[1](state).steps == 4
 
 
-def test_a_state_that_leaves_a_compiled_function_midway_says_so() -> None:
-    torch._dynamo.reset()
-    state = state_of()
+def test_a_state_that_leaves_a_compiled_function_midway_says_so(state: fsdp.State) -> None:
     middle = torch.compile(lambda s: fsdp.unshard(s, "tail")[0], fullgraph=True, backend="eager")(state)
     with pytest.raises(ScheduleError, match=r"used eagerly: it was returned before step\(\)"):
         fsdp.step(middle)
 
 
-def test_gradients_around_a_compiled_step_are_refused() -> None:
-    torch._dynamo.reset()
-    state = state_of()
-
+def test_gradients_around_a_compiled_step_are_refused(state: fsdp.State) -> None:
     def total(state: fsdp.State) -> torch.Tensor:
         _, params = fsdp.unshard(state)
         return params["tail.scale"] * 2
@@ -160,10 +157,7 @@ def test_gradients_around_a_compiled_step_are_refused() -> None:
         torch.func.grad(outer)(torch.tensor(1.0, dtype=torch.float64), torch.compile(total, backend="aot_eager"))
 
 
-def test_a_collective_inside_a_transform_is_refused_when_compiled() -> None:
-    torch._dynamo.reset()
-    state = state_of()
-
+def test_a_collective_inside_a_transform_is_refused_when_compiled(state: fsdp.State) -> None:
     def inside(state: fsdp.State, x: torch.Tensor) -> Any:
         return torch.func.grad(lambda x: fsdp.pmean(state, x.sum())[1])(x)
 
@@ -207,10 +201,7 @@ def test_a_custom_backward_is_refused_because_the_compiler_drops_it() -> None:
         T.compile(train_step, "aot_eager")(state)
 
 
-def test_a_step_that_cannot_be_searched_for_custom_backwards_says_so() -> None:
-    torch._dynamo.reset()
-    state = state_of()
-
+def test_a_step_that_cannot_be_searched_for_custom_backwards_says_so(state: fsdp.State) -> None:
     def train_step(state: fsdp.State, flag: torch.Tensor) -> Any:
         state, params = fsdp.unshard(state)
         if not torch.compiler.is_compiling():
@@ -328,10 +319,7 @@ def test_before_anything_is_sent() -> None:
     assert launch(foreign, (("zero3",), TRACERS if FULL else TRACERS[::3]), nprocs=2) == [[], []]
 
 
-def test_other_weights_for_a_pullback_are_an_error_and_the_function_again() -> None:
-    torch._dynamo.reset()
-    state = state_of()
-
+def test_other_weights_for_a_pullback_are_an_error_and_the_function_again(state: fsdp.State) -> None:
     def train_step(state: fsdp.State) -> Any:
         state, w = fsdp.unshard(state, "tail")
         out, pullback = T.vjp(lambda w: (w["scale"] * w["pair"].sum()).exp(), w)
@@ -347,10 +335,7 @@ def test_other_weights_for_a_pullback_are_an_error_and_the_function_again() -> N
     assert fsdp.full_params(after)["tail.scale"].item() == pytest.approx(expected)
 
 
-def test_a_step_is_searched_for_custom_backwards_for_each_kind_of_call() -> None:
-    torch._dynamo.reset()
-    state = state_of()
-
+def test_a_step_is_searched_for_custom_backwards_for_each_kind_of_call(state: fsdp.State) -> None:
     def train_step(state: fsdp.State, tripled: bool) -> Any:
         state, params = fsdp.unshard(state)
         grads = torch.func.grad(lambda p: Tripled.apply(p["tail.scale"]) if tripled else p["tail.scale"] * 1)(params)
