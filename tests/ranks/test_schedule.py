@@ -943,7 +943,7 @@ def copies(how: str) -> bool:
     assert twin._executor is not looked
     assert twin._executor.gathers.arena is not looked.gathers.arena
     for step in range(1, 3):
-        both, ends = [turns(state, step), turns(twin, step)], []
+        both, ends = [turns(state, step), turns(twin, step)], list[fsdp.State]()
         while not ends:
             seen = []
             for one in both:

@@ -83,13 +83,14 @@ def taken(
         take: (state, number of the step, what was met so far) -> the state after it.
         errors: that may come, beside those of an interrupt and of a peer that begins anew.
     """
+    known: tuple[type[BaseException], ...] = (Boom, KeyboardInterrupt, fsdp.RestartError, *errors)
     met: list[str] = []
     for number in range(steps):
         while True:
             try:
                 state = take(state, number, met)
                 break
-            except (Boom, KeyboardInterrupt, fsdp.RestartError, *errors) as error:
+            except known as error:
                 met.append(type(error).__name__)
     return state, met
 
