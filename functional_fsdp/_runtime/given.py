@@ -139,11 +139,8 @@ class GradientMask:
         self.agreed = b""  # and that of all ranks
 
     def note(self, unit: str, came: int) -> None:
-        """Gradients of a unit came, of these leaves: one bit each as `Unit.paths`, or ALL. Calls add up."""
-        if came == ALL:
-            self.full.add(unit)
-        else:
-            self.noted[unit] = self.noted.get(unit, 0) | came
+        """Gradients of a unit came, of some of its leaves: one bit each as `Unit.paths`. Calls add up."""
+        self.noted[unit] = self.noted.get(unit, 0) | came
 
     def fill(self) -> None:
         """Every leaf has a gradient: noise, say."""
