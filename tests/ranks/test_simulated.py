@@ -31,7 +31,7 @@ Tree = dict[str, torch.Tensor]
 
 def scenario(preset: str, way: str, total: str = "native") -> Scenario:
     """Three steps, by the whole tree, by hand, or driven."""
-    spec = {"precision": fsdp.Precision(sum=total)}  # type: ignore[arg-type]
+    spec = {"precision": fsdp.Precision(sum=total)}
     return Scenario(model=lambda: net(torch.float32), preset=preset, loop=way, spec=spec, steps=3)
 
 
