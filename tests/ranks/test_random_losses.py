@@ -49,7 +49,7 @@ ROWS = [
     ("gradients", "zero3", 2, (59, 79, 5)),
     ("gradients", "zero2", 2, (11,)),
     ("gradients", "hsdp", 4, (14,)),
-    ("products", "zero3", 1, (1,)),
+    ("products", "zero3", 1, range(2)),
     ("products", "zero3", 2, (3,)),
     ("products", "zero2", 2, (6,)),
     ("products", "hfsdp", 4, (8,)),
