@@ -180,7 +180,7 @@ def moved_about(folder: str, preset: str) -> bool:
         goes[f"a checkpoint from {kind}"] = fsdp.load(f"{folder}/{preset} {kind}", specs[other], optimizer)
         goes[f"redistributed from {kind}"] = fsdp.redistribute(copy.deepcopy(begun[kind]), specs[other])
         beside = f"{folder}/{preset} {kind} beside"
-        fsdp.async_save(begun[kind], beside).result() if FULL or kind == HOST else fsdp.save(begun[kind], beside)
+        fsdp.async_save(begun[kind], beside).result()
         goes[f"like itself, {kind}"] = fsdp.load(beside, like=begun[kind])
     there = begun[HOST]
     goes["copied"] = copy.deepcopy(there)
