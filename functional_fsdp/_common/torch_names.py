@@ -234,13 +234,6 @@ def symmetric_memory() -> Any:
     return found
 
 
-def connect(group: Any, device: torch.device) -> None:
-    """Have NCCL connect the ranks of a group, if no collective has done it. Collective."""
-    backend = group._get_backend(device)
-    if not getattr(backend, "_is_initialized", lambda: True)():  # a debugging wrapper does not say
-        backend.eager_connect_single_device(device)
-
-
 def read_objects_by(read: Callable[[torch.Tensor, int, Any], Any]) -> None:
     """Have the object collectives turn bytes [n, uint8] into objects by this function."""
     c10d._tensor_to_object = read

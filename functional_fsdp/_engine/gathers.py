@@ -58,7 +58,6 @@ from .._plan.layout import Bucket, Layout, LeafInfo, Unit, plan_layout
 from .._plan.plan import Plan
 from .._plan.records import records
 from .._plan.route import Route
-from .._runtime.agreement import Joint
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.spec import Spec, Traits, Transport
 from .._storage.weights import (
@@ -617,14 +616,3 @@ def resolve_transport(
     alike = transport.exact == spec.transport.exact  # all that a layout depends on
     spec = spec.with_transport(transport)
     return spec, layout if alike else plan_layout(leaves, spec, order)
-
-
-def connect(joint: Joint, spec: Spec, trains: bool) -> None:
-    """Connect the communicators of a step's collectives, on a mesh of one axis, if all ranks were given such a spec.
-    The first step would do it, and be held up; here compilers are imported meanwhile, see `T.start_compilers`.
-    Collective."""
-    run = joint.run
-    if run.groups and len(run.sizes) == 1 and run.lanes.connects:
-        mine = type(spec.transport) is CollectiveTransport, trains
-        if all(one == (True, trains) for one in joint(lambda: mine, "what is connected")):
-            run.lanes.connect(("gather", "reduce") if trains else ("gather",))

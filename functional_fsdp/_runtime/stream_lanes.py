@@ -6,8 +6,7 @@ the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from .._common.calls import provided
 from .._common.interrupts import uninterruptible
 from .._common.record import LANES, Collective, Mark, Steps
-from .._common.torch_names import all_gather_single, connect, current_stream, reduce_scatter_single, set_stream
+from .._common.torch_names import all_gather_single, current_stream, reduce_scatter_single, set_stream
 from .agreement import Agreement
 from .lanes import OPS, HostLanes, Job
 from .restart import twin
@@ -32,7 +31,6 @@ class StreamLanes(HostLanes):
     backend = "nccl"
     waits_on_host = False
     copies_on_lanes = True
-    connects = True
 
     def __init__(self, run: Agreement) -> None:
         super().__init__(run)
@@ -205,18 +203,6 @@ class StreamLanes(HostLanes):
 
     def traced(self, lane: str) -> str:
         return lane
-
-    def connect(self, lanes: Iterable[str]) -> None:
-        """Connect the communicators of these lanes, all at once, which their first collectives would do. Collective."""
-
-        def work(group: Any) -> None:
-            with torch.cuda.device(self.device):
-                connect(group, self.device)
-
-        with ThreadPoolExecutor() as pool:
-            found = [pool.submit(work, group) for (lane, _), group in self.run.groups.items() if lane in lanes]
-        for one in found:
-            one.result()
 
     def idle(self) -> bool:
         return super().idle() and not self.signals

@@ -30,7 +30,7 @@ from .._common.calls import outside_inference, provided
 from .._common.device import forked_random, seed_generators
 from .._common.errors import FsdpError, SpecError
 from .._common.torch_names import Fakes, FakeTensor, TorchDispatchMode, disable_current_modes, pytree, to_scalar
-from .._engine.gathers import connect, resolve_transport
+from .._engine.gathers import resolve_transport
 from .._nn.skeleton import is_dtensor, local_part, skeleton_of
 from .._optim.optimizer import as_optimizer
 from .._plan.layout import Unit
@@ -269,7 +269,6 @@ def init(
         return (infos, paths, treedef, recorder, views, skeleton, fill, spec_, plan), topics
 
     with Joint(run, "init") as joint:
-        connect(joint, spec, optimizer is not None)
         infos, paths, treedef, recorder, views, skeleton, fill, spec, plan = agree(joint, "what is given", look)
         spec, plan = resolve_transport(spec, infos, paths, plan)
 

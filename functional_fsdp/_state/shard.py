@@ -15,7 +15,7 @@ from .._common.device import checksum, host_memory, make_room
 from .._common.errors import SpecError, TreeError
 from .._common.torch_names import pytree
 from .._common.tree import flatten, match
-from .._engine.gathers import connect, resolve_transport
+from .._engine.gathers import resolve_transport
 from .._nn.packed_weight import PackedWeight
 from .._nn.skeleton import is_dtensor, local_part
 from .._optim.optimizer import as_optimizer, check_labels, initial
@@ -165,8 +165,7 @@ def shard(
         or ranks than the mesh has; ranks whose settings differ, naming the first.
         If one rank raises, all do: the others name it and what it met.
 
-    Collective: two exchanges of digests on the host (of lines, where they differ), and on GPUs one of which
-    communicators are connected, which is done here where a mesh has one axis; an all-gather where a placement
+    Collective: two exchanges of digests on the host (of lines, where they differ); an all-gather where a placement
     keeps a compute copy; with `src` an all-reduce of each unit's bytes along each axis of the mesh.
 
     Example:
@@ -197,7 +196,6 @@ def shard(
         return (infos, paths, treedef, values, spec_, plan), topics
 
     with Joint(run, "shard") as joint:
-        connect(joint, spec, optimizer is not None)
         infos, paths, treedef, values, spec, plan = agree(joint, "what is given", look)
         spec, plan = resolve_transport(spec, infos, paths, plan)
         held: Any = buffers or {}
