@@ -31,7 +31,7 @@ def check_tree(state: State, tree: Any, what: str, names: Iterable[str]) -> None
     """
     for name in names:
         want, got = state.main.get(name), tree.get(name) if isinstance(tree, Mapping) else None
-        if want is not None and want.bucket.packed:
+        if want is not None and want.local.dtype is torch.uint8 and want.bucket.packed:
             raise TreeError(
                 f"{what} has the bucket {name!r}, whose leaves are packed ({want.bucket.leaves[0].path!r}): bytes are "
                 "no numbers of theirs. Leave it out: {name: state.main[name] for name in state.layout.trainable}."

@@ -539,7 +539,7 @@ class Products(torch_private.TorchDispatchMode):
     [("mlp", 0.0, ""), ("mlp.up", 0.0, ""), ("*", 0.5, ""), ("*", 0.0, "inside"), ("mlp", 0.0, "outside")],
 )
 def test_products_that_stay_change_no_bit(named: str, dropout: float, in_place: str) -> None:
-    same(lambda: nn.Sequential(Outer(dropout=dropout, in_place=in_place)), "products", named)
+    same(lambda: nn.Sequential(Outer(dropout=dropout, in_place=in_place)), "products", part=named)
 
 
 def test_products_do_not_run_again_and_what_is_between_them_does() -> None:
