@@ -32,12 +32,12 @@ from .._common.calls import verb
 from .._common.device import default_generator
 from .._common.errors import ScheduleError
 from .._common.tracing import refuse, traced_as
-from .._graph.traced import unshard as traced_unshard
 from .._plan.program import DefaultOrder, Program
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.schedule import Order
 from .._state.lineage import Lineage
 from .._state.state import State
+from .._verbs.verbs import no_unit
 from .agreed import all_done, differ
 from .orders import GuessedOrder
 from .residuals import copy_to_fallback
@@ -112,6 +112,7 @@ def ranks_of(state: State) -> Ranks:
 
 
 NO_HOST = "reads state.rng on the host, which a compiled step cannot. Call it outside torch.compile."
+OFF_PLAN = "Session.unshard gathers off the plan, which a compiled step cannot. Use fsdp.unshard in it."
 
 
 @traced_as(lambda state, *what, step=None: refuse("ScheduleError", f"seeds: {NO_HOST}"))
@@ -307,7 +308,7 @@ class Session:
             return state
         with self._lineage:
             if not self._executor.progress.recording:
-                self._executor.happen(state, "step")  # starts what peers started
+                self._executor.happen(state, "look")  # starts what peers started
             self._executor.reset()
             self._lineage.rest(f"{self._verb}()")
         self._lineage.looked()
@@ -316,11 +317,18 @@ class Session:
     # ---------------------------------------------------------------- where weights lie
 
     @staticmethod
-    @verb(traced_unshard)
+    @verb(lambda state, units: refuse("ScheduleError", OFF_PLAN))
     def unshard(state: State, units: Sequence[str]) -> tuple[State, dict[str, dict[str, torch.Tensor]]]:
         """As `fsdp.unshard`, but no use of the schedule, even if it expects one. The units are gathered into bytes of
-        their own, the same ones each time, and compute waits for it; every rank must do the same."""
+        their own, the same ones each time, and compute waits for it; every rank must do the same.
+
+        Raises:
+            ScheduleError: a name that is no unit's; in a compiled step. As `fsdp.unshard`.
+        """
         lineage, executor = state.version.lineage, state._executor
+        for name in units:
+            if name not in state.layout.by_name:
+                raise no_unit(state, name, "Session.unshard")
         lineage.enter(state.version.serial, "unshard")
         with lineage:
             weights = executor.unshard(state, units, executor.gathers.off_plan(units))

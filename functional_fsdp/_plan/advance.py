@@ -35,6 +35,7 @@ for a unit whose turn is over begins the next round.
 | "close"              | this rank comes to nothing more in this pass                                               |
 | "round"              | no more gradients come in this round                                                       |
 | "finish", "step"     | both; with "step" what is held need not stay good                                          |
+| "look"               | weights were only looked at: as "step", but what no gradient came for is not reduced       |
 | "peer gathers"       | a peer waits for the next gather                                                           |
 | "peer reduces"       | a peer waits for the next reduction                                                        |
 
@@ -569,6 +570,9 @@ class Walk:
         rest = self.rest_of_pass(step)
         self.in_order(rest, self.rest_of_round())
 
+    def look(self) -> None:
+        self.in_order(self.rest_of_pass(step=True), ())
+
     @property
     def end(self) -> int:
         """The gathers of this pass up to where it ends."""
@@ -631,6 +635,7 @@ _EVENTS: dict[str, Any] = {
     "round": Walk.closed_round,
     "finish": Walk.finish,
     "step": lambda walk: walk.finish(step=True),
+    "look": Walk.look,
     "peer gathers": Walk.peer_gathers,
     "peer reduces": Walk.peer_reduces,
 }

@@ -505,6 +505,7 @@ def test_a_session_drives_what_a_third_party_has() -> None:
     assert state.between_steps
     assert state.cursor.idle
     refused((lambda: fsdp.release(looked, "layers.2"), "look()"))
+    refused((lambda: session.unshard(state, ["layers.9"]), "Session.unshard: there is no unit 'layers.9'"))
     begun, _, _ = step(state)
     session = extend.Session(begun, "look")
     assert session.rest(begun) is begun

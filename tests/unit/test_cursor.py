@@ -404,6 +404,17 @@ def test_a_pass_that_ends_early_is_issued_to_its_end(depth: int) -> None:
     assert rank.gathers == [*forward, *forward, *range(len(p.gathers)), *forward]
 
 
+def test_what_only_looked_reduces_nothing_at_its_end() -> None:
+    """Not even where it looked like a backward that came by a unit without its gradient."""
+    rank = Rank(made(3, *"abccba", frozen="b"))
+    for unit in "aba":
+        rank.happens("unshard", unit)
+        rank.happens("release", unit)
+    before = rank.cursor
+    assert reductions_of(rank.happens("look")) == []
+    assert reductions_of(advance(rank.plan, before, ("step", ()))[1]) == [(1, False)]
+
+
 # -------------------------------------------------------------------------------- several units at once
 
 
