@@ -37,6 +37,7 @@ from functional_fsdp._seams import torch_private
 from functional_fsdp._transports import auto, symmetric
 from functional_fsdp._transports.cuda_driver import driver
 from functional_fsdp.extend import Ranks, Session
+from functional_fsdp.transforms._cuda_graph import capturing as _capturing
 from functional_fsdp.transforms._cuda_graph import graphed as graphs
 from functional_fsdp.transforms._cuda_graph.capturing import (
     GraphBuffers,
@@ -66,6 +67,27 @@ def train_step(state: fsdp.State, x: torch.Tensor) -> tuple[fsdp.State, torch.Te
 
 
 # ---------------------------------------------------------------- without GPUs
+
+
+def test_no_garbage_is_collected_while_a_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", mock.MagicMock())
+    monkeypatch.setattr(_capturing, "as_kernels", lambda graph, device: None)
+    monkeypatch.setattr(_capturing, "_abandon", lambda ranks, graph, pool: None)
+    ranks: Any = mock.MagicMock(generators={}, again={})
+    assert gc.isenabled()
+    with _capturing.captured(ranks, None):
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError), _capturing.captured(ranks, None):
+        raise ZeroDivisionError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with _capturing.captured(ranks, None):
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_what_fails_to_compile_while_it_is_captured_is_told_from_what_waits() -> None:
@@ -105,6 +127,19 @@ def test_one_train_step_every_way(loop: str) -> None:
                     torch.testing.assert_close(weights[path], weight, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize(("free", "wanted"), [(4, [1]), (2, [1, 2])])
+def test_all_garbage_is_collected_only_where_memory_is_short(
+    free: int, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda generation=2: collected.append(generation))
+    for name, found in {"synchronize": None, "empty_cache": None, "mem_get_info": (free, 8)}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, found=found: found)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3)
+    graphs._make_room(torch.device("cpu"))
+    assert collected == wanted
+
+
 class Switch:
     """Stands in for torch's, which versions before 2.13 lack. `seen` is what it was each time it was looked at."""
 
@@ -119,10 +154,11 @@ class Switch:
 
 def without_streams(monkeypatch: pytest.MonkeyPatch, step: Any) -> Graphed:
     """What `T.cuda_graph` makes of a step, on a machine without GPUs: its own stream is nobody's."""
-    quiet = {"synchronize", "empty_cache", "reset_peak_memory_stats", "memory_allocated", "memory_reserved"}
+    quiet = {"reset_peak_memory_stats", "memory_allocated", "memory_reserved"}
     stream = SimpleNamespace(wait_stream=lambda other: None)
     for name in quiet:
         monkeypatch.setattr(torch.cuda, name, lambda *args: 0)
+    monkeypatch.setattr(graphs, "_make_room", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     found = Graphed(step, 1, 1, False, False)

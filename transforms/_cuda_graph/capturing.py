@@ -14,6 +14,7 @@ Lines: which line of the program, or of a library it uses, does something in the
 from __future__ import annotations
 
 import ctypes
+import gc
 import linecache
 import logging
 import sys
@@ -227,6 +228,19 @@ def stale_streams_followed() -> Iterator[None]:
 
 
 @contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, Python collects no garbage by itself. When a state is collected, the current stream waits for its lanes;
+    a stream that is captured cannot wait for work that is not in the graph."""
+    collects = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextmanager
 def captured(ranks: Ranks, pool: Any) -> Iterator[Any]:
     """What the current stream is given inside, and lanes that join it, becomes a graph. Gives it, good at the end.
 
@@ -237,19 +251,20 @@ def captured(ranks: Ranks, pool: Any) -> Iterator[Any]:
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     for generator in (*ranks.generators.values(), *ranks.again.values()):
         graph.register_generator_state(generator)
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-    try:
-        yield graph
-    except BaseException as error:
-        _abandon(ranks, graph, pool)
-        _explain(error)
-        raise
-    try:
-        graph.capture_end()
-    except RuntimeError as error:
-        _abandon(ranks, None, pool)
-        _explain(error)
-        raise
+    with uncollected():
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield graph
+        except BaseException as error:
+            _abandon(ranks, graph, pool)
+            _explain(error)
+            raise
+        try:
+            graph.capture_end()
+        except RuntimeError as error:
+            _abandon(ranks, None, pool)
+            _explain(error)
+            raise
     try:
         as_kernels(graph, ranks.device.index)
         graph.instantiate()
