@@ -218,7 +218,7 @@ class Gathers:
             warnings.warn(
                 f"{verb}({name!r}) is not what the schedule expects here: it works, but nothing is overlapped. Give "
                 "the order of use, Schedule(order=[...]), or have it recorded: Schedule(order='recorded').",
-                stacklevel=7 if verb == "unshard" else 5,  # where the verb was called
+                stacklevel=8 if verb == "unshard" else 6,  # where the verb was called
             )
 
     def gather_off_plan(self, state: Stored, unit: str, by_plan: bool) -> None:

@@ -142,6 +142,23 @@ def test_gradients_of_another_float_dtype_are_cast() -> None:
     assert [p.tolist() for p in fsdp.full_params(fsdp.step(state)).values()] == [[0.5] * 3, [0.5] * 2]
 
 
+@pytest.mark.parametrize(
+    ("what", "call"),
+    [
+        ("unshard('b') is not what", lambda state: fsdp.unshard(state, "b")),
+        ("reduce('b') is not what", lambda state: fsdp.reduce(state, {"w": torch.ones(3)}, "b")),
+        ("has the layout torch.sparse_coo", lambda state: fsdp.reduce(state, {"w": torch.ones(2).to_sparse()}, "a")),
+    ],
+    ids=["unshard", "reduce", "sparse"],
+)
+def test_a_warning_points_at_the_call_of_the_verb(what: str, call: Any) -> None:
+    spec = Spec(fsdp.local_mesh(), units=["a", "b"], schedule=fsdp.Schedule(order=["a", "a"]))
+    state = fsdp.shard({"a.w": torch.ones(2), "b.w": torch.ones(3)}, spec, fsdp.sgd(lr=1.0))
+    with pytest.warns(UserWarning, match="schedule|layout") as caught:
+        call(state)
+    assert [(what in str(one.message), one.filename) for one in caught] == [(True, __file__)]
+
+
 @pytest.mark.filterwarnings("ignore:reduce\\('b'\\) is not what the schedule expects")
 @pytest.mark.parametrize("order", [None, ["a", "a"]])
 def test_a_meta_gradient_of_the_usual_shape_is_named(order: Any) -> None:
