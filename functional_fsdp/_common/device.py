@@ -307,7 +307,7 @@ def _table(device: torch.device) -> torch.Tensor:
     """The weights of a row's words, then those of the first rows."""
     found = _TABLES.get(device)
     if found is None:
-        found = _odd(torch.arange(2 * ROW, device="cpu")).to(device)  # a GPU has kernels to load
+        found = _odd(torch.arange(2 * ROW, device="cpu")).to(device)  # a GPU would load kernels
         if type(found) is torch.Tensor and table_may_stay(device):  # no fake one
             _TABLES[device] = found
     return found

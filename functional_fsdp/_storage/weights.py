@@ -75,7 +75,7 @@ class Loan:
         self.unit = unit
         self.weights = weights
         self.bases = bases
-        self.versions: list[int] = []  # these counters when the weights were lent
+        self.versions: list[int] = []  # of the bases, when the weights were lent
         self.held = False
         self.storages: list[LentStorage] = []
         for tensor in weights.values():  # they live as long as the loan, so an id means one tensor

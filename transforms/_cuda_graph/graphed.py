@@ -457,8 +457,8 @@ class Graphed:
 
 
 def _make_room(device: torch.device) -> None:
-    """Give memory back that a graph may need. A whole garbage collection takes longer than the capture: it is for those
-    who have no memory left for what the process had at its peak."""
+    """Give memory back that a graph may need. A whole garbage collection takes longer than the capture: there is one
+    only where less memory is free than the process had at its peak."""
     gc.collect(1)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
