@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import time
 import warnings
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -361,3 +363,35 @@ def zeroed() -> tuple[int, bool]:
 def test_small_memsets_of_a_graph_are_kernels() -> None:
     """All but the one of three bytes and the one of half a megabyte."""
     assert launch(zeroed, nprocs=RANKS) == [(3, True)] * RANKS
+
+
+def beside_garbage() -> tuple[bool, bool]:
+    """A capture after a state became garbage, whose gather nobody waited for: whether it was there to the end of the
+    capture, while Python would have collected it, and whether it is gone afterwards."""
+    ranks, before = Ranks(runtime_of(fsdp.local_mesh())), gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    try:
+        state, _ = made("collective")
+        state, _ = fsdp.unshard(state, state.units[0])
+        ring: list[Any] = [state]
+        ring.append(ring)
+        gone = weakref.ref(state._executor)
+        gc.collect()  # they are of the oldest generation, and not garbage yet
+        del state, _, ring
+        torch.cuda.synchronize()
+        memory, stream = torch.zeros(1, device=ranks.device), torch.cuda.Stream()
+        gc.set_threshold(1, 1, 1)
+        with torch.cuda.stream(stream), captured(ranks, torch.cuda.graph_pool_handle()):
+            memory.add_(1)
+            kept = [[i] for i in range(20000)]
+            there = gone() is not None and len(kept) > 0
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+    gc.collect()
+    return there, gone() is None
+
+
+def test_a_state_that_is_garbage_does_not_end_a_capture() -> None:
+    assert launch(beside_garbage, nprocs=RANKS) == [(True, True)] * RANKS
