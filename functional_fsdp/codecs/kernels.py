@@ -346,4 +346,5 @@ def _moment(data, scales, code, at, block, inside, there, KIND: tl.constexpr):  
     scale = tl.load(scales + block, mask=there, other=0)
     if KIND == "mx":
         scale = _power(scale)
-    return _value(tl.load(data + at, mask=inside, other=0), scale[:, None], code, KIND)
+    value = _value(tl.load(data + at, mask=inside, other=0), scale[:, None], code, KIND)
+    return tl.where(inside, value, 0.0)  # of a codebook number 0 is the least one
