@@ -297,7 +297,8 @@ def update(
         return False
     if taken not in rates:
         root = (1 - betas[1] ** taken).sqrt()
-        rates[taken] = torch.ones_like(taken) - lr * decay, lr / (1 - betas[0] ** taken), root
+        found = torch.ones_like(taken) - lr * decay, lr / (1 - betas[0] ** taken), root
+        rates[taken] = tuple(rate.float() for rate in found)  # whatever dtype a function's lr has
     torch.autograd.graph.increment_version([p, *moments[0].values(), *moments[1].values()])
     (mean, mean_scale), (square, square_scale) = ([some.pop("data"), *some.values()] for some in map(dict, moments))
     unsigned: Any = codec.nonnegative()

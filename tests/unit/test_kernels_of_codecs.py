@@ -106,3 +106,14 @@ def test_an_update_is_one_launch_and_leaves_the_bits_of_operations(codec: fsdp.C
         assert torch.equal(planes[name], plane), name
     for path, other in others.items():
         assert torch.allclose(weights[path].float(), other.float(), rtol=1e-6 if dtype is torch.float32 else 2**-8)
+
+
+def test_a_rate_may_come_in_any_dtype() -> None:
+    """The kernel reads float32."""
+    found = []
+    for kind in (torch.float32, torch.float64):
+        with by_kernels() as launched:
+            rate = torch.tensor(1e-2, dtype=kind)
+            found.append(stepped(fsdp.dynamic8(), torch.float32, lambda count, rate=rate: rate)[1])
+        assert launched["_update"].launches == 9
+    assert all(torch.allclose(found[1][path], p) for path, p in found[0].items())
