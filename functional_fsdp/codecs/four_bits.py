@@ -108,7 +108,7 @@ def _copied(name: str, device: torch.device) -> torch.Tensor:
 
 @_copied.register_fake
 def _(name: str, device: torch.device) -> torch.Tensor:
-    return torch.empty(len(codebook(name)), device=device)
+    return torch.empty(len(codebook(name)), dtype=torch.float32, device=device)
 
 
 @cache

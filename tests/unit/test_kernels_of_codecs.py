@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.triton_by_hand import by_kernels
+from torch._subclasses import FakeTensorMode
 
 import functional_fsdp as fsdp
 from functional_fsdp._optim.adamw import AdamW
@@ -117,3 +118,16 @@ def test_a_rate_may_come_in_any_dtype() -> None:
             found.append(stepped(fsdp.dynamic8(), torch.float32, lambda count, rate=rate: rate)[1])
         assert launched["_update"].launches == 9
     assert all(torch.allclose(found[1][path], p) for path, p in found[0].items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compilers_know_the_dtype_of_a_codebook(dtype: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        for mode in (FakeTensorMode(), nullcontext()):
+            with mode:
+                code = torch.ops.functional_fsdp.codebook("dynamic", torch.device("cpu"))
+            assert (code.dtype, code.shape) == (torch.float32, (256,))
+    finally:
+        torch.set_default_dtype(before)
