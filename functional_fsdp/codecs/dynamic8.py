@@ -10,7 +10,7 @@ import torch
 
 from .._spec.codec import Codec, Planes, Shape
 from .blocks import by_most, check_block, spread
-from .four_bits import codebook, table
+from .four_bits import table
 from .kernels import Blocked
 
 __all__ = ["Dynamic8", "dynamic8"]
@@ -23,10 +23,6 @@ class Dynamic8(Blocked):
     block: int = 128
     signed: bool = True
     kind: ClassVar[str] = "dynamic"
-
-    def __post_init__(self) -> None:
-        for name in ("dynamic", "dynamic unsigned"):
-            codebook(name)
 
     def planes(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
         n = prod(shape)

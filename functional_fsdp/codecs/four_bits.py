@@ -15,12 +15,13 @@ from typing import ClassVar
 
 import torch
 
+from .._common.torch_names import disable_current_modes
 from .._common.tracing import traced_as
 from .._spec.codec import Codec, Planes, Shape
 from .blocks import by_most, check_block, in_blocks, in_halves, of_halves, spread
 from .kernels import Blocked
 
-__all__ = ["Int4", "Nf4", "codebook", "dynamic_map", "int4", "nf4", "table"]
+__all__ = ["Int4", "Nf4", "dynamic_map", "int4", "nf4", "table"]
 
 MOST = 7.0
 
@@ -84,18 +85,8 @@ def table(name: str, like: torch.Tensor) -> torch.Tensor:
     return found  # graph on disk
 
 
-def codebook(name: str) -> tuple[float, ...]:
-    """The numbers of one; made where it is first asked for, which compilers do not trace."""
-    if name not in _CODES:
-        _CODES[name] = dynamic_map(signed=name == "dynamic")
-    return _CODES[name]
-
-
-_CODES: dict[str, tuple[float, ...]] = {"nf4": CODE}
-
-
 def _made(name: str, device: torch.device) -> torch.Tensor:
-    return torch.tensor(codebook(name), dtype=torch.float32, device=device)
+    return torch.tensor(CODES[name], dtype=torch.float32, device=device)
 
 
 _kept = cache(_made)
@@ -108,10 +99,10 @@ def _copied(name: str, device: torch.device) -> torch.Tensor:
 
 @_copied.register_fake
 def _(name: str, device: torch.device) -> torch.Tensor:
-    return torch.empty(len(codebook(name)), dtype=torch.float32, device=device)
+    return torch.empty(len(CODES[name]), dtype=torch.float32, device=device)
 
 
-@cache
+@disable_current_modes()
 def dynamic_map(signed: bool = True) -> tuple[float, ...]:
     """The 256 numbers of the dynamic 8-bit data type, ascending (8-bit Optimizers via Block-wise Quantization, 2022).
 
@@ -125,6 +116,10 @@ def dynamic_map(signed: bool = True) -> tuple[float, ...]:
         middles = ((steps[:-1] + steps[1:]) / 2.0 * 10.0 ** (decade - 6)).tolist()
         found += middles + ([-x for x in middles] if signed else [])
     return tuple(sorted(found))
+
+
+#: made here, and not where a compiler looks on or tensors have no numbers
+CODES = {"nf4": CODE, "dynamic": dynamic_map(), "dynamic unsigned": dynamic_map(signed=False)}
 
 
 def _nearest(values: torch.Tensor, code: torch.Tensor) -> torch.Tensor:

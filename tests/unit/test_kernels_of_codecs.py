@@ -15,16 +15,17 @@ from torch._subclasses import FakeTensorMode
 import functional_fsdp as fsdp
 from functional_fsdp._optim.adamw import AdamW
 from functional_fsdp._spec.codec import Form
+from functional_fsdp.codecs.four_bits import CODE, CODES, dynamic_map
 from functional_fsdp.codecs.packed_reductions import add_up, pack
 from functional_fsdp.codecs.rows import Rows
 
-CODECS: list[fsdp.Codec] = [
+KINDS: list[fsdp.Codec] = [
     fsdp.fp8_block(), fsdp.mxfp8(), fsdp.int4(), fsdp.nf4(), fsdp.dynamic8(), fsdp.dynamic8(signed=False), fsdp.int8(64)
 ]  # fmt: skip
 SHAPES: dict[str, tuple[int, ...]] = {"w": (9, 257), "b": (77,)}
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("codec", KINDS, ids=str)
 @pytest.mark.parametrize("n", [1, 77, 4161])
 def test_planes_and_numbers_have_the_bits_of_operations(codec: fsdp.Codec, n: int) -> None:
     x = torch.randn(n, generator=torch.Generator().manual_seed(n))
@@ -51,7 +52,7 @@ def test_one_launch_reads_scales_that_are_packed_and_rows_of_any_length(codec: f
         assert torch.equal(found, form.unpack(bits))
 
 
-@pytest.mark.parametrize("codec", CODECS[:-3] + CODECS[-2:], ids=str)
+@pytest.mark.parametrize("codec", KINDS[:-3] + KINDS[-2:], ids=str)
 def test_wires_and_their_sums_have_the_bits_of_operations(codec: fsdp.Codec) -> None:
     """Bytes, what is left, and the sum and the mean of three ranks' parts."""
     ranks, n, found = 3, 16 * codec.block, []
@@ -131,3 +132,9 @@ def test_compilers_know_the_dtype_of_a_codebook(dtype: torch.dtype) -> None:
             assert (code.dtype, code.shape) == (torch.float32, (256,))
     finally:
         torch.set_default_dtype(before)
+
+
+def test_codebooks_are_there_before_a_compiler_asks() -> None:
+    """Of a base that came packed from a file nothing asks for one earlier."""
+    with FakeTensorMode():
+        assert {"nf4": CODE, "dynamic": dynamic_map(), "dynamic unsigned": dynamic_map(False)} == CODES
