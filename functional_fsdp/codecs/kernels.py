@@ -49,7 +49,7 @@ class Blocked(Codec):
             return self.by_operations(tensor)
         shapes = self.planes(tuple(tensor.shape))
         planes = {name: tensor.new_empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-        pack(self, tensor.reshape(-1), planes)
+        pack(self, tensor.contiguous().view(-1), planes)
         return planes
 
     def unpack(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
@@ -65,6 +65,7 @@ class Blocked(Codec):
         if not block or not fused(self, bits, block):
             return super().of_bits(bits, form)
         out = torch.empty(form.shape, dtype=form.dtype, device=bits.device)
+        bits = bits.contiguous()
         unpack(self, bits, bits, out, block, form.starts)
         return out
 
@@ -125,7 +126,7 @@ def unpack(
 
 def both(planes: Planes) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes of numbers, and those of scales."""
-    data, scales = (planes[name].view(torch.uint8) for name in sorted(planes, key="data".__ne__))
+    data, scales = (planes[name].contiguous().view(torch.uint8) for name in sorted(planes, key="data".__ne__))
     return data, scales
 
 

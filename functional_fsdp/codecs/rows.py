@@ -62,7 +62,7 @@ class Rows(Codec):
         return {"rows": ((-(-prod(shape) // self.width), self.nbytes), torch.uint8)}
 
     def pack(self, tensor: torch.Tensor) -> Planes:
-        flat = tensor.reshape(-1)
+        flat = tensor.contiguous().view(-1)
         more = -flat.numel() % self.width
         flat = torch.cat((flat, flat.new_zeros(more))) if more else flat
         rows = torch.empty(flat.numel() // self.width, self.nbytes, dtype=torch.uint8, device=tensor.device)
@@ -93,6 +93,7 @@ class Rows(Codec):
         if not fused(self.codec, bits):
             return super().of_bits(bits, form)
         out = torch.empty(form.shape, dtype=form.dtype, device=bits.device)
+        bits = bits.contiguous()
         unpack(self.codec, bits, bits, out, 0, self.starts, self.width, self.nbytes)
         return out
 

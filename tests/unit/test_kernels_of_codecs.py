@@ -41,6 +41,28 @@ def test_planes_and_numbers_have_the_bits_of_operations(codec: fsdp.Codec, n: in
             assert torch.equal(found, form.unpack(right))
 
 
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, with others between them."""
+    return torch.stack((tensor, torch.zeros_like(tensor)), dim=1)[:, 0]
+
+
+@pytest.mark.parametrize("codec", KINDS, ids=str)
+def test_elements_and_bytes_need_not_lie_side_by_side(codec: fsdp.Codec) -> None:
+    x = torch.randn(40, 26, generator=torch.Generator().manual_seed(0))
+    for values in (x[:, 3], x[:, ::2], x.t(), x[:1, :1].expand(9, 30)):
+        for form in (Form(codec, tuple(values.shape), torch.float32), Form(Rows(codec), tuple(values.shape), x.dtype)):
+            right = form.codec.pack(values.clone(memory_format=torch.contiguous_format))
+            bits = form.bits_of(right, x.device)
+            with by_kernels():
+                planes = form.codec.pack(values)
+                found = form.unpack(apart(bits))
+                name = next(iter(right))  # numbers, or rows
+                again = form.codec.unpack(right | {name: apart(right[name])}, form.shape, x.dtype)
+            assert torch.equal(form.bits_of(planes, x.device), bits)
+            assert torch.equal(found, form.unpack(bits))
+            assert torch.equal(again, found)
+
+
 @pytest.mark.parametrize("codec", [fsdp.nf4(nested=True), fsdp.int8()], ids=str)
 def test_one_launch_reads_scales_that_are_packed_and_rows_of_any_length(codec: fsdp.Codec) -> None:
     for shape in ((33, 700), (5, 3), (0, 4), (1,)):
