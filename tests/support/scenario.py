@@ -163,15 +163,16 @@ def alike(seen: Seen, want: Seen, within: float = 1e-9) -> None:
     """Losses, gradients if both have them, weights and buffers."""
     assert all(abs(a - b) <= within for a, b in zip(seen.losses, want.losses, strict=True))
     for found, wanted in zip(seen.grads, want.grads, strict=bool(seen.grads and want.grads)):
-        assert apart(found, {key: wanted[key] for key in found}) <= within
+        assert apart(found, wanted) <= within
     for found, wanted in zip(seen.weights, want.weights, strict=True):
         assert apart(found, wanted) <= within
 
 
 def apart(a: Tree, b: Tree) -> float:
     assert a.keys() == b.keys()
-    far = (torch.nan_to_num(a[key].double() - b[key].double(), nan=torch.inf).abs() for key in a if a[key].numel())
-    return max((one.max().item() for one in far), default=0.0)
+    wide = torch.complex128 if any(t.is_complex() for t in (*a.values(), *b.values())) else torch.float64
+    far = ((a[key].to(wide) - b[key].to(wide)).abs() for key in a if a[key].numel())
+    return max((one.nan_to_num(nan=torch.inf).max().item() for one in far), default=0.0)
 
 
 def all_alike(one: Scenario, ranks: int = 2, within: float = 1e-9, other: Iterable[Seen] | None = None) -> list[Seen]:
