@@ -26,7 +26,9 @@ from support.problems import mesh_and_placement, net
 from support.ranks import each_rank
 from support.scenario import SGD, Scenario, alike, apart, case, run
 from support.tables import FULL, marked
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -111,11 +113,36 @@ def llama(depth: int) -> nn.Module:
     return hf("LlamaForCausalLM", "LlamaConfig", settings)()
 
 
+class Compilations:
+    """A backend that counts frames that Dynamo traced, and forwards and backwards that were compiled."""
+
+    def __init__(self) -> None:
+        self.frames = self.forwards = self.backwards = 0
+        self.inner = aot_autograd(fw_compiler=self.forward, bw_compiler=self.backward)
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.frames += 1
+        return self.inner(module, inputs)
+
+    def forward(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.forwards += 1
+        return make_boxed_func(module.forward)
+
+    def backward(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.backwards += 1
+        return make_boxed_func(module.forward)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        return self.frames, self.forwards, self.backwards
+
+
 @each_rank(1)
 def test_equal_layers_are_one_graph() -> None:
-    """Of a model of 3 layers: after each step, then after an evaluation and another; at last all units."""
+    """Of a model of 3 layers: after each step of two microbatches, then after an evaluation and another; at last all
+    units."""
     state, module = start(llama(3))
-    counter, every, counts, one = counting(), counting(), [], CASES["llama"]
+    counter, every, counts, one = Compilations(), Compilations(), list[tuple[int, int, int]](), CASES["llama"]
     model = T.compile_units(module, "model.layers.*", backend=counter)
     forward_backward, predict, eager = (
         T.forward_backward(model, own_loss),
@@ -123,14 +150,17 @@ def test_equal_layers_are_one_graph() -> None:
         T.apply(module, own_loss),
     )
     for step in range(3):
+        state, _ = forward_backward(state, batch_of(one, step, 0), last_microbatch=False)
         state = fsdp.step(forward_backward(state, batch_of(one, step, 0))[0])
-        counts.append(counter.frame_count)
+        counts.append(counter.counts)
     for step in range(2):
         state, loss = predict(state, batch_of(one, step, 0))
         state, same = eager(state, batch_of(one, step, 0))
-        counts.append(counter.frame_count)
+        counts.append(counter.counts)
     state, also = T.apply(module, own_loss, compile={"backend": every})(state, batch_of(one, 1, 0))
-    assert [*counts, every.frame_count] == [1, 1, 1, 2, 2, 1]  # with gradients, and without; what repeats
+    with_gradients, without = (1, 1, 1), (2, 2, 1)
+    assert counts == [with_gradients] * 3 + [without] * 2
+    assert every.counts == (1, 1, 0)  # what repeats
     assert max((loss - same).abs().item(), (also - same).abs().item()) < 1e-6
 
 
