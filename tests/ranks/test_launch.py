@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import linecache
 import os
 import signal
 import subprocess
@@ -262,6 +263,16 @@ def test_what_a_script_defines_in_a_worker_comes_home() -> None:
     assert type(made).__name__ == "Made"
     assert define.__globals__["__name__"] == "__main__"
     assert launch(found["scale_now"], nprocs=1) == [1.0]
+
+
+def test_the_source_of_a_cell_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook's cells are files that only linecache has."""
+    name, text = "<cell 1>", "def broken():\n    raise ValueError('in a ' + 'cell')\n"
+    monkeypatch.setitem(linecache.cache, name, (len(text), None, text.splitlines(keepends=True), name))
+    found: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, name, "exec"), found)
+    with pytest.raises(LaunchError, match=r"raise ValueError\('in a ' \+ 'cell'\)\n(.*\n)*.*ValueError: in a cell"):
+        launch(found["broken"], nprocs=2)
 
 
 def test_what_a_call_of_a_script_named_is_let_go_after_it() -> None:

@@ -335,7 +335,12 @@ def test_a_worker_that_dies_takes_its_handles_along() -> None:
             with pytest.raises(LaunchError, match=r"rank 1 was killed by SIGKILL. What they held is lost. Begin again"):
                 call()
         assert not {*w(os.getpid).get()} & {*pids}
-        assert same(w, w(train, w(setup), 2)[0], 2)
+        state = w(setup)
+        assert same(w, w(train, state, 2)[0], 2)
+        with pytest.raises(LaunchError, match=r"rank 1 of 2 failed: the process exited with code 3") as caught:
+            w(lambda state: (rank() and os._exit(3), whole(state)), w(setup))  # in a call, while the other waits
+        assert caught.value.rank == 1
+        assert "Handle of workers that are gone: rank 1 exited with code 3" in repr(state)
 
 
 def test_an_error_on_one_rank_ends_the_call_and_keeps_the_last_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
