@@ -13,7 +13,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from safetensors.torch import load_file
 from support.peers import PeerModel, batch_of, loss_of
+from support.ranks import each_rank
 from support.streams import ordered
+from torch.distributed.device_mesh import DeviceMesh
 
 import functional_fsdp as fsdp
 from functional_fsdp import extend, launch
@@ -365,6 +367,30 @@ def test_an_error_of_the_function_comes_when_peers_have_their_units(kind: str) -
     (first, expected), (second, _) = launch(failing, (kind,), nprocs=2, simulate=True)
     assert first == expected
     assert second == expected[:1]
+
+
+@each_rank(3, processes=True)
+def test_a_rank_outside_of_the_mesh_is_a_destination() -> None:
+    """Two ranks train, the third one, which calls nothing, gets the weights by the process group."""
+    mesh, rank = DeviceMesh("cpu", [0, 1], mesh_dim_names=("data",)), dist.get_rank()
+    if rank < 2:
+        state, model = fsdp.init(PeerModel, fsdp.Spec(mesh), fsdp.adamw(lr=1e-2), seed=3)
+        state = stepped(state, model)
+        for _, named in fsdp.stream(state, rank=0):
+            if rank == 0:
+                dist.send_object_list([{name: leaf.clone() for name, leaf in named.items()}], 2)
+        whole = {**fsdp.full_params(state), **state.buffers}
+        if rank == 0:
+            dist.send_object_list([whole], 2)
+        return
+    got: dict[str, torch.Tensor] = {}
+    came: list[Any] = [None]
+    while len(got) < len(PeerModel(0).state_dict()) - 1:  # a tied leaf comes once
+        dist.recv_object_list(came, 0)
+        got |= came[0]
+    dist.recv_object_list(came, 0)
+    assert len(got) == 8
+    assert all(torch.equal(came[0][name], leaf) for name, leaf in got.items())
 
 
 def test_a_change_far_into_a_buffer_of_complex128_is_found() -> None:
