@@ -73,9 +73,12 @@ def complex_ones(traced: bool) -> tuple[Any, ...]:
     state, rank = fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(mesh, placement)), dist.get_rank()
     z = torch.tensor([[1 + 2j * rank, rank - 1j]], dtype=torch.complex128)
     tree = {"z": z, "conj": z.conj(), "one": 1j * rank, "bools": torch.tensor([rank > 1, True]), "bool": rank == 0,
-            "more": [torch.tensor(rank, dtype=torch.int64), 2.0 * rank, torch.tensor(float(rank))]}  # fmt: skip
+            "more": [torch.tensor(rank, dtype=torch.int64), 2.0 * rank, torch.tensor(float(rank))],
+            "double": torch.full((2, 3), float(rank), dtype=torch.float64), "empty": torch.ones(0)}  # fmt: skip
 
     def both(state: fsdp.State, tree: Any) -> Any:
+        state, nothing = fsdp.pmean(state, {})
+        assert nothing == {}
         same, mean = fsdp.pmean(state, tree)
         assert traced or same is state
         state, total = fsdp.psum(same, tree)
@@ -94,6 +97,7 @@ def test_metrics_may_be_complex_or_bool(traced: bool) -> None:
         torch.testing.assert_close(total, {
             "z": want, "conj": want.conj().resolve_conj(), "one": torch.tensor(6j), "bools": torch.tensor([2.0, 4.0]),
             "bool": torch.tensor(1.0), "more": [torch.tensor(6.0), torch.tensor(12.0), torch.tensor(6.0)],
+            "double": torch.full((2, 3), 6.0, dtype=torch.float64), "empty": torch.ones(0),
         })  # fmt: skip
         torch.testing.assert_close(mean, torch.utils._pytree.tree_map(lambda t: t / 4, total))
         low = rank // 2 * 2

@@ -1,4 +1,4 @@
-"""What is under way on lanes when something ends at once, when a job dies, and when ranks part."""
+"""What is under way on lanes when something ends at once, and when a job dies."""
 
 from __future__ import annotations
 

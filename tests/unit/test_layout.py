@@ -105,6 +105,8 @@ def test_a_whole_llama_at_16384_ranks() -> None:
     assert layout.nbytes("main") == 4 * numel // 16384
     assert layout.nbytes("weights") == 2 * numel // 1024
     assert layout.nbytes("grads") == 4 * numel // 1024
+    elements = sum(leaf.numel for bucket in layout.buckets.values() for leaf in bucket.leaves)
+    assert 0 < layout.padding() == pytest.approx(1 - elements / numel)
     assert layout.padding() < 0.01
 
 

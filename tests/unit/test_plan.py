@@ -369,6 +369,10 @@ def test_a_gradient_is_reduced_where_it_is_complete(order: str) -> None:
     check(p)
     assert tuple(use.unit for use in p.uses) == tuple(name for call in calls for name in call)
     assert [f"{'abcde'[int(r.unit[1])]}{r.use}" for r in p.reductions] == REDUCED[order].split()
+    if order == "abcaacba":
+        assert p.by_name["u0"].lives == ((0, 0), (2, 4), (6, 7))  # gathered again for each run of uses
+    if order == "abc":
+        assert p.staging == (3 + 2) << 10  # the largest two that come one after the other
 
 
 def test_three_microbatches_written_out_prefetch_across_and_reduce_each_time() -> None:

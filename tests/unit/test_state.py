@@ -64,6 +64,7 @@ def test_fields_between_steps() -> None:
     assert state.grads == {}
     assert state.buffers == {}
     assert state.extras == {}
+    assert fsdp.local_shards(state, "grads") == fsdp.local_shards(state, "weights") == {}
     assert (state.count.dtype, state.count.shape, state.count.item()) == (torch.int64, (), 0)
     assert (state.rng.dtype, state.rng.item()) == (torch.int64, 0)
     assert state.between_steps
