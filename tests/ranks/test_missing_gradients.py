@@ -26,7 +26,7 @@ from functional_fsdp import Optimizer, ScheduleError, Spec
 from functional_fsdp import transforms as T
 from functional_fsdp._capture.capture import Capture, Fixed
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
-from functional_fsdp._runtime.given import ALL, NewCounts, Seats
+from functional_fsdp._runtime.given import ALL, FULL, LACKS, GradientMask, NewCounts, Seats
 from functional_fsdp.transforms._cuda_graph.graphed import signature
 
 Tree = dict[str, Any]
@@ -449,6 +449,29 @@ def asked() -> list[int]:
         state = fsdp.step(fsdp.reduce(state, grads))
         found.append(log.count - before)
     return found
+
+
+def test_a_rank_says_whether_it_has_them_all() -> None:
+    sizes = {"data": 2}
+    given = GradientMask(
+        layout_of({"a.w": (2,), "a.b": (3,), "b.w": (4,)}, sizes, units=["a", "b"]), sizes, {"data": 0}
+    )
+    assert given.vote() == FULL  # gradients that were put there without reduce
+    given.note("a", 0b01)
+    assert given.vote() == LACKS
+    given.full.add("b")
+    assert given.vote() == LACKS
+    given.note("a", 0b10)  # another microbatch
+    assert given.vote() == FULL
+    before = given.begin()
+    given.full.add("b")
+    assert given.vote() == LACKS
+    given.resume(before)
+    assert given.vote() == FULL
+    given.begin()
+    given.full.add("b")
+    given.fill()
+    assert given.vote() == FULL
 
 
 def test_ranks_ask_only_if_none_has_all() -> None:
