@@ -506,6 +506,12 @@ class Mlp(nn.Module):
         q, k = q[None, None], k[None, None]
         y = F.scaled_dot_product_attention(q, k, k, dropout_p=self.dropout)[0, 0]
         y = F.dropout(self.mid(y), self.dropout).tanh()
+        if self.in_place == "out":
+            with torch.no_grad():  # out= takes nothing that is recorded
+                scale = x @ self.mid.weight
+                torch.mul(scale, 2, out=scale)
+                torch.mm(x, self.mid.weight, out=(other := torch.empty_like(x)))
+            y = y * scale * other
         out: torch.Tensor = self.down(y)
         return out
 
@@ -536,7 +542,14 @@ class Products(torch_private.TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("named", "dropout", "in_place"),
-    [("mlp", 0.0, ""), ("mlp.up", 0.0, ""), ("*", 0.5, ""), ("*", 0.0, "inside"), ("mlp", 0.0, "outside")],
+    [
+        ("mlp", 0.0, ""),
+        ("mlp.up", 0.0, ""),
+        ("*", 0.5, ""),
+        ("*", 0.0, "inside"),
+        ("mlp", 0.0, "outside"),
+        ("mlp", 0.0, "out"),
+    ],
 )
 def test_products_that_stay_change_no_bit(named: str, dropout: float, in_place: str) -> None:
     same(lambda: nn.Sequential(Outer(dropout=dropout, in_place=in_place)), "products", part=named)

@@ -69,7 +69,7 @@ class KeepProducts(torch_private.TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if RUNNING.calls[-1] is self.call:
             if func._schema.is_mutable:
-                written = {*_written(func, args)}
+                written = {*_written(func, args, kwargs or {})}
                 for one in self.region.products:
                     if one.storages & written:
                         one.let_go()
@@ -137,13 +137,15 @@ def _kind(func: Any) -> tuple[bool, int | None]:
     name = func.__name__
     names = [argument.name for argument in func._schema.arguments]
     place = names.index("dropout_p") if "dropout_p" in names else None
-    if "backward" in name or (torch.Tag.nondeterministic_seeded in func.tags and place is None):
+    draws = torch.Tag.nondeterministic_seeded in func.tags and place is None
+    if draws or func._schema.is_mutable or "backward" in name:
         return False, None
     return func._overloadpacket in flop_registry or "attention" in name or name.startswith("_grouped_mm"), place
 
 
-def _written(func: Any, args: Any) -> Iterator[int]:
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[int]:
     """The storages that an operation writes to."""
-    for argument, given in zip(func._schema.arguments, args, strict=False):
+    for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)  # by name: out=
             yield from (storage_of(t) for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor))
