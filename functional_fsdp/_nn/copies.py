@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.nn as nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .._common.errors import TreeError
 from .._common.objects import (
@@ -125,6 +126,8 @@ class Copier:
         self.buffers = {id(b): path for path, b in module.named_buffers(remove_duplicate=False)}
         self.spans = {path: span for path, p in module.named_parameters() if p.requires_grad and (span := span_of(p))}
         self.trained = {span.storage for span in self.spans.values()}
+        normed = ((part, hook) for part in modules for hook in part._forward_pre_hooks.values())
+        self.renewed = {id(vars(part).get(hook.name)) for part, hook in normed if isinstance(hook, SpectralNorm)}
         lends: dict[int, Any] = {}
         owning = Walk(lambda x: not self._lends(x) or bool(lends.update({id(x): x})))
         self.owned = {id(x) for _, x in owning([Part("", module)]) if not is_fixed(x)}
@@ -314,8 +317,8 @@ class Copier:
         return value
 
     def _memory(self, value: torch.Tensor, path: Path) -> None:
-        """Refuse a tensor that sees a parameter change, as `weight.detach()` does."""
-        span = span_of(value)
+        """Refuse a tensor that sees a parameter change, as `weight.detach()` does; not one that each call replaces."""
+        span = span_of(value) if id(value) not in self.renewed else None
         for name, weight in self.spans.items() if span is not None and span.storage in self.trained else ():
             if span is not None and span.meets(weight):
                 what = f"has memory of the parameter {name!r}, whose values come from a state"

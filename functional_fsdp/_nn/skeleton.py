@@ -312,7 +312,7 @@ def _refuse(module: nn.Module) -> None:
                 raise TreeError(
                     f"the attribute {f'{path}.{name}'.lstrip('.')!r} is a tensor computed from others that require "
                     "gradients, which cannot be copied. Compute it in the forward; instead of torch.nn.utils."
-                    "weight_norm and prune use torch.nn.utils.parametrizations."
+                    "weight_norm, spectral_norm and prune use torch.nn.utils.parametrizations."
                 )
 
 

@@ -79,6 +79,24 @@ def test_parts_of_one_storage_and_clones_are_what_they_were(make: Any) -> None:
     assert fsdp.full_params(state).keys() == {"a", "b", "layer.weight", "layer.bias"}
 
 
+@pytest.mark.parametrize("make", [by_init, by_functionalize])
+def test_a_weight_that_a_hook_computes_anew_in_each_call_is_no_memory_of_it(make: Any) -> None:
+    """As torch.nn.utils.spectral_norm has it: until the first call the attribute is the parameter's memory."""
+    spectral_norm = nn.utils.spectral_norm
+    state, model = make(lambda: nn.Sequential(spectral_norm(nn.Linear(4, 4).double())).eval())
+    plain = nn.Sequential(spectral_norm(nn.Linear(4, 4).double())).eval()
+    plain.load_state_dict({**plain.state_dict(), **fsdp.full_params(state), **fsdp.buffers(model)})
+    x, optimizer = torch.randn(8, 4).double(), torch.optim.SGD(plain.parameters(), lr=0.1)
+    forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())
+    for _ in range(2):
+        state, loss = forward_backward(state, x)
+        state = fsdp.step(state)
+        optimizer.zero_grad()
+        (right := plain(x).square().mean()).backward()
+        optimizer.step()
+        assert torch.equal(loss, right)
+
+
 def tied_by_data() -> nn.Module:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
