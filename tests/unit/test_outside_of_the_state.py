@@ -44,6 +44,22 @@ def test_what_needs_no_gradient_is_not_warned_of() -> None:
         T.forward_backward(model, lambda m, x: (m(x) - teacher(x).detach()).square().mean())(state, X.clone())
 
 
+def test_a_loss_of_many_operations_is_freed() -> None:
+    """Nodes that Python has seen are freed by recursion: a walk over all of these would end the process."""
+
+    def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+        y = scale * model(x).mean()
+        for _ in range(60_000):
+            y = y + 0.0
+        return nearest * y
+
+    scale, nearest = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(()))
+    state, model = begin()
+    with pytest.warns(UserWarning, match=r"not the model's \(1, as one of shape \(\)"):
+        state, loss = T.forward_backward(model, lambda m, x: loss_fn(m, x).sum())(state, X)
+    assert loss.isfinite()
+
+
 def test_a_forward_by_hand_changes_no_buffers_of_a_state() -> None:
     state, model = begin()
     state = extend.evolve(state, buffers=fsdp.buffers(model))

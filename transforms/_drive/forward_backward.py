@@ -30,6 +30,7 @@ __all__ = ["ForwardBackward", "forward_backward"]
 pytree = torch_private.pytree
 Out = TypeVar("Out")  # what a loss function returns
 Reduce = Callable[..., State]
+NODES = 4096  # of the graph of a loss, in which parameters are looked for
 
 
 @overload
@@ -181,7 +182,7 @@ class ForwardBackward(Generic[Out]):
             warnings.warn(
                 f"forward_backward: the loss depends on parameters that are not the model's ({len(self.others)}, as "
                 f"one of shape {tuple(self.others[0].shape)}): they get no gradient. Make a module of both, and give "
-                "that to init or functionalize; or compute with them under torch.no_grad().",
+                "that to init or functionalize; if they shall not train, requires_grad_(False) of them.",
                 stacklevel=4,
             )
             self.others = []
@@ -319,14 +320,19 @@ class ForwardBackward(Generic[Out]):
 
 
 def parameters_of(loss: torch.Tensor) -> list[nn.Parameter]:
-    """The parameters in the graph of a loss: none of them is driven, since those are views of what was gathered."""
-    seen: dict[Any, None] = {}
-    left: list[Any] = [loss.grad_fn]
-    while left:
-        if (node := left.pop()) is not None and node not in seen:
-            seen[node] = None
-            left += [before for before, _ in node.next_functions]
-    return [node.variable for node in seen if isinstance(getattr(node, "variable", None), nn.Parameter)]
+    """The parameters in the graph of a loss: none of them is driven, since those are views of what was gathered.
+
+    Only the nodes next to the loss are looked at. Nodes that Python has seen are freed by recursion, and a chain of
+    40,000 takes more than the stack.
+    """
+    nodes: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = {None, *nodes}
+    for node in nodes:  # which grow
+        for before, _ in node.next_functions:
+            if before not in seen and len(nodes) < NODES:
+                seen.add(before)
+                nodes.append(before)
+    return [node.variable for node in nodes if isinstance(getattr(node, "variable", None), nn.Parameter)]
 
 
 def _leaves(args: Any) -> tuple[Any, list[torch.Tensor], Any]:
