@@ -316,9 +316,10 @@ def import_late() -> None:
 
 
 def triton_key() -> None:
-    """Make the key of Triton's cache, a hash of all its files, which it keeps. Without Triton nothing happens."""
+    """Make the key of Triton's cache, a hash of all its files, which it keeps. Where there is no Triton, or it fails,
+    nothing happens: whoever compiles sees why."""
     for name in ("triton.runtime.cache", "triton.compiler.compiler"):
-        with suppress(ImportError, AttributeError):
+        with suppress(Exception):
             import_module(name).triton_key()
             break
 

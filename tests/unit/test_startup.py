@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp._common.device import rows_at_once
 from functional_fsdp._launch.launch import stop_workers
+from functional_fsdp._seams import torch_private
 from functional_fsdp.transforms._compile import code, startup, whole_step
 from functional_fsdp.transforms._compile.startup import OTHER, PARTS, Sampler, StartupReport
 
@@ -221,7 +222,7 @@ def test_the_processes_that_compile_kernels_start_before_the_first_step(
 
 PROGRAM = """
 import os, threading
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 import torch
 from functional_fsdp import transforms as T
 from functional_fsdp._seams import torch_private
@@ -267,6 +268,21 @@ def test_compilers_start_on_a_thread_which_what_compiles_waits_for(finish: str) 
     stop_workers()
     fsdp.launch(exec, (PROGRAM.replace("FINISH", FINISHES[finish]), {}), nprocs=1)
     stop_workers()
+
+
+def test_a_triton_that_fails_is_left_to_whoever_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a thread its error would be printed, and nobody could catch it."""
+    asked = []
+
+    def fails() -> None:
+        asked.append(True)
+        raise OSError("no file of libtriton.so")
+
+    module = ModuleType("triton.runtime.cache")
+    module.triton_key = fails  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    torch_private.triton_key()
+    assert asked == [True]
 
 
 FIRST = """
