@@ -23,7 +23,7 @@ params: Any
 model: Any
 params, model = fsdp.functionalize(nn.Linear(2, 2))
 sizes: Any = {"data": 2}
-wrong: Any = (["*bias"], {"*": 3}, None, 1.5)
+wrong: Any = (["*bias"], {"*": 3}, None, 1.5, torch.tensor(3.0))
 hidden, head = torch.randn(3, 4), torch.randn(5, 4)
 
 CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -46,7 +46,8 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "step_memory": (lambda state: T.step_memory(model, state), "expected what T.forward_backward.* and got a Linear"),
     "no seed": (lambda state: fsdp.shard(params, state.spec, seed=wrong[2]), "seed=None: expected a whole number"),
     "half a seed": (lambda state: fsdp.init(lambda: nn.Linear(2, 2), state.spec, seed=wrong[3]), "seed=1.5: expected"),
-    "a long seed": (lambda state: fsdp.shard(params, state.spec, seed=2**63), "expected a whole number of 64 bits"),
+    "a long seed": (lambda state: fsdp.shard(params, state.spec, seed=2**63), r"from -2\*\*63 to 2\*\*63 - 1"),
+    "a tensor": (lambda state: fsdp.shard(params, state.spec, seed=wrong[4]), r"seed=tensor\(3.\): expected a whole"),
     "a list": (lambda state: fsdp.Spec(sizes, trainable=wrong[0]), r"Spec\(trainable=.*expected {pattern: bool}"),
     "a number": (lambda state: fsdp.Spec(sizes, labels=wrong[1]), r"Spec\(labels=.*expected {pattern: str}"),
     "labels": (
