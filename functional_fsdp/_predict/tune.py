@@ -204,7 +204,8 @@ def tune(
         it gives a table with the reason why each neighbour of the best loses.
 
     Searched are: placements by axis, prefetch, `keep`, the transport, and for each block what is kept, recomputed or
-    moved. Dtypes are not changed: they are the caller's.
+    moved. Dtypes are not changed: they are the caller's. After 45 seconds what was rehearsed is what there is, so a
+    slower machine may find other settings: search once, and give all ranks what was found.
 
     Collective: none.
 
@@ -294,6 +295,7 @@ class _Search:
         self.least: tuple[int, str] | None = None
         self.trials: dict[int, Any] = {}
         self.unlikely: list[Candidate] = []  # over the budget, if estimates are right: rehearsed if nothing else fits
+        self.left = 0  # settings that there was no time to rehearse
 
     def trial(self, times: int) -> Any:
         """The rehearsals of the batch so many times."""
@@ -383,6 +385,7 @@ class _Search:
             if ways is not None:
                 one = self.predicted(spec, times, ways)
                 found.append(Candidate(spec, one, trial.in_words(ways), asked.microbatches, times))
+        self.left = sum(one.estimated for one in (*found, *self.unlikely))
         found[:] = [one for one in found if one.peak <= asked.budget]
         return min((one for one in found if not one.estimated), key=_order, default=None)
 
@@ -402,9 +405,10 @@ class _Search:
 
     def nothing(self, most: int) -> SpecError:
         peak, said = self.least or (0, "")
+        late = f", and {self.left} settings were not rehearsed within {LIMIT:g} s" if self.left else ""
         return SpecError(
             f"tune: nothing fits in {bytes_text(most)} a rank; the least that was found is {bytes_text(peak)} "
-            f"({said}). Take more GPUs, a smaller batch, or Placement(memory_kind='pinned_host')."
+            f"({said}){late}. Take more GPUs, a smaller batch, or Placement(memory_kind='pinned_host')."
         )
 
     def tuned(self, best: Candidate, found: Sequence[Candidate], begun: float) -> Tuned:

@@ -327,6 +327,13 @@ def test_what_does_not_fit_recomputes() -> None:
         fsdp.tune(model, loss_fn, rows(), mesh={"data": 4}, moves=False, budget=1 << 20)
 
 
+def test_settings_that_there_was_no_time_for_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("functional_fsdp._predict.tune.LIMIT", 0.0)
+    model = nn.Sequential(*(nn.Sequential(Net(1), nn.Tanh()) for _ in range(2)))
+    with pytest.raises(fsdp.SpecError, match=r"nothing fits in .*, and \d+ settings were not rehearsed within 0 s"):
+        fsdp.tune(model, loss_fn, rows(), mesh={"data": 4}, moves=False, budget=1 << 20)
+
+
 def test_settings_that_were_found_run() -> None:
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
     x = torch.randn(4, 8)
