@@ -318,11 +318,17 @@ class Copier:
 
     def _memory(self, value: torch.Tensor, path: Path) -> None:
         """Refuse a tensor that sees a parameter change, as `weight.detach()` does; not one that each call replaces."""
-        span = span_of(value) if id(value) not in self.renewed else None
-        for name, weight in self.spans.items() if span is not None and span.storage in self.trained else ():
-            if span is not None and span.meets(weight):
-                what = f"has memory of the parameter {name!r}, whose values come from a state"
-                self._refuse(path, value, what, "Read the parameter in the forward; or keep a clone, as it is now.")
+        name = self._seen_in(value)
+        if name is not None:
+            what = f"has memory of the parameter {name!r}, whose values come from a state"
+            self._refuse(path, value, what, "Read the parameter in the forward; or keep a clone, as it is now.")
+
+    def _seen_in(self, value: torch.Tensor) -> str | None:
+        """The path of a parameter that trains, and whose memory a tensor has, too."""
+        span = span_of(value) if self.trained and id(value) not in self.renewed else None
+        if span is None or span.storage not in self.trained:
+            return None
+        return next((name for name, weight in self.spans.items() if span.meets(weight)), None)
 
     def _by_itself(self, value: Any, own: Any, path: Path) -> Any:
         """A class that copies itself, with what is in it copied before: it calls `copy.deepcopy`, which knows less."""
@@ -395,11 +401,14 @@ class Copier:
     # ---------------------------------------------------------------- what leads to a part
 
     def reaches(self, value: Any, weights: bool = False) -> bool:
-        """Whether an owned object, or a weight, a buffer or a module with such, is reached from here, by any way."""
+        """Whether an owned object, or a weight, a buffer or a module with such, is reached from here, by any way; or
+        memory of a weight."""
         goals, barren = self.weights if weights else self.owned, self.barren[weights]
         walk = Walk(lambda x: id(x) not in barren)
         for _, x in walk([Part("", value)]):
             if id(x) in goals or isinstance(x, FakeTensor):  # by `init`, which made it
+                return True
+            if isinstance(x, torch.Tensor) and self._seen_in(x) is not None:
                 return True
         barren |= walk.seen
         return False

@@ -38,6 +38,11 @@ def within(m: Any, layer: nn.Linear) -> None:
     m.held = {"w": [layer.weight.data[1:]]}
 
 
+def closed(m: Any, layer: nn.Linear) -> None:
+    held = layer.weight.detach()
+    layer.register_forward_hook(lambda module, args, out: out @ held)
+
+
 def buffer(m: Any, layer: nn.Linear) -> None:
     m.register_buffer("seen", layer.weight.data)
 
@@ -53,6 +58,7 @@ def frozen(m: Any, layer: nn.Linear) -> None:
 REFUSED = {
     attribute: "'view' in the module .* has memory of the parameter 'layer.weight'",
     within: r"held\['w'\]\[0\]. in the module",
+    closed: "held' in the module .* has memory of the parameter 'layer.weight'",
     buffer: "'seen' in the module",
     transposed: "'w' and 'layer.weight' share memory, in other ways",
     frozen: "of the one leaf that they are 'layer.weight' trains alone",
