@@ -221,8 +221,8 @@ def given(
 ) -> tuple[Layout, list[Topic]]:
     """The layout by the spec, and what ranks are to have been given alike, but for values; a spec that cannot be
     honoured is refused here."""
-    number = not isinstance(seed, torch.Tensor) and hasattr(seed, "__index__")
-    if not number or not -(1 << 63) <= seed < 1 << 63:
+    number: Any = seed
+    if isinstance(number, torch.Tensor) or not hasattr(number, "__index__") or not -(1 << 63) <= number < 1 << 63:
         raise SpecError(f"seed={seed!r}: expected a whole number of 64 bits, from -2**63 to 2**63 - 1.")
     plan = plan_layout(infos, spec, paths)
     check_labels(optimizer, spec)
