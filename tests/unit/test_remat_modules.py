@@ -498,6 +498,7 @@ class Mlp(nn.Module):
     def __init__(self, dropout: float = 0.0, in_place: str = "") -> None:
         super().__init__()
         self.norm, self.dropout, self.in_place = nn.RMSNorm(WIDTH), dropout, in_place
+        self.held: Any = None
         self.up, self.mid, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -512,6 +513,9 @@ class Mlp(nn.Module):
                 torch.mul(scale, 2, out=scale)
                 torch.mm(x, self.mid.weight, out=(other := torch.empty_like(x)))
             y = y * scale * other
+        if self.in_place == "beside":
+            with torch.no_grad():
+                self.held = x @ self.mid.weight  # not returned, and written to by who has the module
         out: torch.Tensor = self.down(y)
         return out
 
@@ -525,6 +529,8 @@ class Outer(nn.Module):
         y = self.mlp(x.sin())
         if self.in_place == "outside":
             y.mul_(2)
+        if self.in_place == "beside":
+            y = y * self.mlp.held.mul_(3)
         return x + self.after(y.tanh())
 
 
@@ -549,6 +555,7 @@ class Products(torch_private.TorchDispatchMode):
         ("*", 0.0, "inside"),
         ("mlp", 0.0, "outside"),
         ("mlp", 0.0, "out"),
+        ("mlp", 0.0, "beside"),
     ],
 )
 def test_products_that_stay_change_no_bit(named: str, dropout: float, in_place: str) -> None:

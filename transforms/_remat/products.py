@@ -11,6 +11,7 @@ A product whose output is changed in place runs again, and so does one that draw
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -42,14 +43,17 @@ class Product:
         self.out: Any = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, out)
         self.storages = {storage_of(t) for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)}
         self.seen: list[tuple[torch.Tensor, int]] = []  # what a module returned of it, with versions
+        outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.outputs = [(weakref.ref(t), version(t)) for t in outputs]  # as they leave a module in other ways
 
     def let_go(self) -> None:
         """It will not be needed, or is not what it was."""
-        self.out, self.storages, self.seen = None, set(), []
+        self.out, self.storages, self.seen, self.outputs = None, set(), [], []
 
     def again(self) -> Any:
         """The outputs once more; None if they are not there as they were."""
-        if any(version(t) != before for t, before in self.seen):
+        there = [*self.seen, *((t, before) for ref, before in self.outputs if (t := ref()) is not None)]
+        if any(version(t) != before for t, before in there):
             self.let_go()
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, self.out)
 
