@@ -178,14 +178,14 @@ class ForwardBackward(Generic[Out]):
                 raise NonfiniteError(bad)
             end_round(driver.state, last)
             state = driver.state
-        if self.others:
+        if others := self.others:
+            self.others = []
             warnings.warn(
-                f"forward_backward: the loss depends on parameters that are not the model's ({len(self.others)}, as "
-                f"one of shape {tuple(self.others[0].shape)}): they get no gradient. Make a module of both, and give "
+                f"forward_backward: the loss depends on parameters that are not the model's ({len(others)}, as "
+                f"one of shape {tuple(others[0].shape)}): they get no gradient. Make a module of both, and give "
                 "that to init or functionalize; if they shall not train, requires_grad_(False) of them.",
                 stacklevel=4,
             )
-            self.others = []
         return self._result(state, out, kept)
 
     def plain(self) -> nn.Module:
@@ -247,7 +247,8 @@ class ForwardBackward(Generic[Out]):
         try:
             loss, aux = self._loss(driver, args, kwargs)
             if self.others is None and driver is self.driver:
-                self.others = parameters_of(loss)
+                own = {*driver.model.parameters()}  # which a frozen weight may be, given to a function
+                self.others = [p for p in parameters_of(loss) if p not in own]
             factor = scale.to(loss) if isinstance(scale, torch.Tensor) else torch.full_like(loss, scale)
             grads = self._differentiate(driver, loss, factor.expand(loss.shape), last, inputs)
             kept = buffers.collect(driver.state)
