@@ -34,6 +34,8 @@ hypothesis.settings.load_profile("any machine")
 def pytest_configure() -> None:
     gc.disable()  # what is imported now stays for good: looking for garbage in it would take a third of the time
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what runs in the background without it
+    if os.environ.setdefault("OMP_NUM_THREADS", "1") == "1":  # torch's sums go by threads, and processes share them
+        torch.set_num_threads(1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes, each of which imports torch
     server.PRELOAD[:] = ["pytest", "hypothesis", "support.problems"]
     if forks_after_inductor():  # where there are GPUs, whatever may ask about them is each rank's own to import
