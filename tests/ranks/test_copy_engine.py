@@ -97,7 +97,8 @@ def test_layers_may_be_read_along_different_axes() -> None:
 
 
 def test_bytes_that_are_filled_again_at_once_take_a_barrier_more() -> None:
-    for found, _, units, gathers in launch(counted, ("zero3", None, 0), nprocs=2):
+    for passes, after, units, gathers in launch(counted, ("zero3", None, 0), nprocs=2):
+        found = Counter(passes) + Counter(after)  # lanes go on while the step begins
         assert found.keys() == {"barrier"}
         assert gathers + 1 < found["barrier"] - 2 * units <= 2 * gathers
 
