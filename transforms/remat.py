@@ -86,8 +86,8 @@ def remat(
     the second step on, and counted in units. Buffers in the host's memory are pinned (on the CPU they are plain
     memory), used from step to step, and are as many as are full at once; CUDA graphs have their own. A part whose
     output others change in place is run again; from the next call on a copy of its output is kept, if it shares no
-    memory with what the part was given. A product whose output is changed in place runs again; a change is not seen if it
-    is made outside of the part, to an output that left it within a list or another container and is gone by then.
+    memory with what the part was given. A product whose output is changed in place runs again; a change is not seen
+    if it is made outside of the part, to an output that left it within a list or another container and is gone then.
 
     In compiled code (`T.compile`, `torch.compile`, T.compile_units around the module) what is kept is the compiler's
     choice: `remat`, `save` and `products` mean nothing, `offload` is an error. A part may be compiled itself. With
