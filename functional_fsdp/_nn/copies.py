@@ -124,8 +124,10 @@ class Copier:
         self.hooks = {id(table) for part in modules for name in HOOKS if (table := vars(part).get(name)) is not None}
         self.parameters = {*memo}
         self.buffers = {id(b): path for path, b in module.named_buffers(remove_duplicate=False)}
-        self.spans = {path: span for path, p in module.named_parameters() if p.requires_grad and (span := span_of(p))}
-        self.trained = {span.storage for span in self.spans.values()}
+        self.trained: dict[int, list[tuple[str, Span]]] = {}  # parameters that train, by their storages
+        for path, p in module.named_parameters():
+            if p.requires_grad and (span := span_of(p)):
+                self.trained.setdefault(span.storage, []).append((path, span))
         normed = ((part, hook) for part in modules for hook in part._forward_pre_hooks.values())
         self.renewed = {id(vars(part).get(hook.name)) for part, hook in normed if isinstance(hook, SpectralNorm)}
         lends: dict[int, Any] = {}
@@ -326,9 +328,8 @@ class Copier:
     def _seen_in(self, value: torch.Tensor) -> str | None:
         """The path of a parameter that trains, and whose memory a tensor has, too."""
         span = span_of(value) if self.trained and id(value) not in self.renewed else None
-        if span is None or span.storage not in self.trained:
-            return None
-        return next((name for name, weight in self.spans.items() if span.meets(weight)), None)
+        there = self.trained.get(span.storage, ()) if span is not None else ()
+        return next((name for name, weight in there if span is not None and span.meets(weight)), None)
 
     def _by_itself(self, value: Any, own: Any, path: Path) -> Any:
         """A class that copies itself, with what is in it copied before: it calls `copy.deepcopy`, which knows less."""

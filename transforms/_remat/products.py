@@ -41,9 +41,9 @@ class Product:
     def __init__(self, func: Any, out: Any, packed: int) -> None:
         self.func, self.packed = func, packed
         self.out: Any = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, out)
-        self.storages = {storage_of(t) for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)}
-        self.seen: list[tuple[torch.Tensor, int]] = []  # what a module returned of it, with versions
         outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.storages = {*map(storage_of, outputs)}
+        self.seen: list[tuple[torch.Tensor, int]] = []  # what a module returned of it, with versions
         self.outputs = [(weakref.ref(t), version(t)) for t in outputs]  # as they leave a module in other ways
 
     def let_go(self) -> None:
