@@ -231,6 +231,8 @@ def _own_parts(
 ) -> Iterator[tuple[str, WeightDelta]]:
     """This rank's part of each unit, and of the buffers, copied: a bucket at once."""
     cuts, steps = _FileRuns(state, convert), (state.steps, state.steps)
+    state._valid("stream")
+    state.version.lineage.touched()
     for unit in state.layout.units:
         for buffer in filter(_gives, (state.main[bucket.name] for bucket in unit.buckets)):
             copied = buffer.local.detach().to(_travels(buffer.local, dtype), copy=True)

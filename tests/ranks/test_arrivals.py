@@ -204,7 +204,8 @@ def back(state: fsdp.State, units: Sequence[str]) -> fsdp.State:
 READ = "weights were read, or gradients replaced, after the gradients of"
 LOOKS = {
     "read": "state.grads['", "changed": "state.grads['", "scaled": "state.grads['", "weights": READ, "again": READ,
-    "skip": "step(skip=) was called after the gradients of", "lacks": "got none in the step that is captured",
+    "streams": READ, "skip": "step(skip=) was called after the gradients of",
+    "lacks": "got none in the step that is captured",
 }  # fmt: skip
 
 
@@ -224,6 +225,8 @@ def test_who_looks_all_the_same_is_told() -> None:
             pytree.tree_map_only(torch.Tensor, lambda g: g * 2, middle.grads)
         elif how == "weights":
             fsdp.full_params(middle)
+        elif how == "streams":
+            fsdp.stream_to(lambda *_: None, middle, gather=False)
         elif how == "again":
             fsdp.step(back(back(middle, units[3:]), units))
         elif how == "skip":

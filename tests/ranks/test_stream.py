@@ -306,17 +306,16 @@ def test_what_is_no_dtype_block_or_state_is_named_and_a_snapshot_stays_as_it_is(
 def beside_steps(overlap: bool, wrong: bool, change: str, gather: bool) -> list[str]:
     """Streams on a lane beside steps have the weights with which each began; what raced."""
     with ordered() as order:
-        mesh = fsdp.local_mesh("cpu")
-        spec = fsdp.Spec(mesh, schedule=fsdp.Schedule(overlap_update=overlap))
+        spec = fsdp.Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(overlap_update=overlap))
         state, model = fsdp.init(PeerModel, spec, fsdp.adamw(lr=1e-2), seed=3)
         forward_backward = T.forward_backward(model, loss_of)
         for i in range(3):
             before = {path: leaf.clone() for path, leaf in fsdp.full_params(state).items()}
             del before["head.weight"]  # which is embed.weight
-            shared = {path: torch.empty_like(leaf) for path, leaf in before.items()}
+            shared = {path: torch.zeros_like(leaf) if gather else leaf.clone() for path, leaf in before.items()}
 
             def put(unit: str, named: Any) -> None:
-                if unit and not gather:
+                if unit and not gather:  # this rank's part: what others have stays
                     fsdp.apply_delta(shared, named)  # noqa: B023
                 for name, leaf in named.items() if unit and gather else ():
                     shared[name].copy_(leaf)  # noqa: B023
@@ -339,8 +338,9 @@ def beside_steps(overlap: bool, wrong: bool, change: str, gather: bool) -> list[
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize(("overlap", "change"), [(False, "step"), (True, "step"), (False, "weights")])
 def test_what_changes_the_weights_waits_for_a_stream_on_its_lane(overlap: bool, change: str, gather: bool) -> None:
-    assert beside_steps(overlap, False, change, gather) == []
-    assert any("store" in race for race in beside_steps(overlap, True, change, gather))
+    assert launch(beside_steps, (overlap, False, change, gather), nprocs=2) == [[], []]
+    for races in launch(beside_steps, (overlap, True, change, gather), nprocs=2):
+        assert any("store" in race for race in races)
 
 
 def failing(kind: str) -> Any:
