@@ -8,6 +8,7 @@
 | nf4                         | `Precision(main=fsdp.nf4(nested=True))`                                          |
 | nf4, chunked loss           | the same with `T.chunked_loss`: no table of all logits                           |
 | nf4, chunked loss, compiled | the same, units compiled                                                         |
+| nf4, chunked loss, graph    | the same, not compiled, each step a CUDA graph (on CPUs it is none)              |
 | accelerate                  | `Linear4bit` with `quant_storage=bfloat16`, sharded                              |
 | accelerate, uint8           | with the default `quant_storage=uint8`, which accelerate leaves whole on ranks   |
 
@@ -40,7 +41,8 @@ import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp._launch.launch import stop_workers
 
-ROWS = ("nf4", "nf4, chunked loss", "nf4, chunked loss, compiled", "accelerate", "accelerate, uint8")
+ROWS = ("nf4", "nf4, chunked loss", "nf4, chunked loss, compiled", "nf4, chunked loss, graph", "accelerate",
+        "accelerate, uint8")  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -100,11 +102,17 @@ def ours(args: argparse.Namespace, device: str, row: str) -> Any:
         skeleton, chunked = T.chunked_loss(skeleton, head="base_model.model.lm_head", hidden=features, shift=True)
         loss = partial(with_labels, chunked)
     forward_backward = T.forward_backward(skeleton, loss, compile="compiled" in row)
+
+    def train_step(state: fsdp.State, ids: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
+        state, loss = forward_backward(state, ids)
+        return fsdp.step(state), loss
+
+    call: Any = T.cuda_graph(train_step, warmup=2) if "graph" in row and device == "cuda" else train_step
     kept = [state]
 
     def step(ids: torch.Tensor) -> torch.Tensor:
-        state, loss = forward_backward(kept.pop(), ids)
-        kept.append(fsdp.step(state))
+        state, loss = call(kept.pop(), ids)
+        kept.append(state)
         return loss
 
     return step
