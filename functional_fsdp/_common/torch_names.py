@@ -290,10 +290,10 @@ def inductor() -> Any:
     return torch._inductor
 
 
-#: what a first compilation imports as it goes
+#: what a first compilation imports as it goes; the first four also where all code is in the cache
 LATE = (
-    "sympy.tensor.tensor", "torch.distributed.tensor.experimental", "torch.export._trace",
-    "torch._dynamo.backends.distributed", "torch._inductor.codegen.memory_planning", "torch._inductor.fx_passes.pad_mm",
+    "torch.distributed.tensor.experimental", "torch.export._trace", "torch._dynamo.backends.distributed",
+    "torch._inductor.codegen.memory_planning", "sympy.tensor.tensor", "torch._inductor.fx_passes.pad_mm",
     "torch._inductor.fx_passes.misc_patterns", "torch._inductor.fx_passes.fuse_attention",
     "torch._inductor.fx_passes.quantization", "torch._inductor.fx_passes.serialized_patterns",
 )  # fmt: skip
@@ -307,7 +307,7 @@ def import_late() -> None:
     getattr(cache, "torch_key", lambda: None)()  # of the cache: a hash of torch's files
     warm = os.path.isdir(os.path.join(cache.cache_dir(), "fxgraph"))
     in_cpp = () if find_spec("triton") else ("sympy.physics.units",)  # code in C++ is simplified by it
-    for name in () if warm else (*LATE, *in_cpp):
+    for name in LATE[:4] if warm else (*LATE, *in_cpp):
         with suppress(ImportError):
             import_module(name)
     patterns = () if warm else getattr(sys.modules.get(LATE[-1]), "__path__", ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
 import os
@@ -24,7 +25,7 @@ from functional_fsdp._common.device import rows_at_once
 from functional_fsdp._launch.launch import stop_workers
 from functional_fsdp._seams import torch_private
 from functional_fsdp.transforms._compile import code, startup, whole_step
-from functional_fsdp.transforms._compile.startup import OTHER, PARTS, Sampler, StartupReport
+from functional_fsdp.transforms._compile.startup import LATER, OTHER, PARTS, Sampler, StartupReport, collect_later
 
 
 def calling(file: str, inner: Callable[[], Any]) -> Any:
@@ -286,7 +287,7 @@ def test_a_triton_that_fails_is_left_to_whoever_compiles(monkeypatch: pytest.Mon
 
 
 FIRST = """
-import sys, torch, functional_fsdp as fsdp, functional_fsdp.transforms as T
+import gc, sys, torch, functional_fsdp as fsdp, functional_fsdp.transforms as T
 from functional_fsdp.transforms._compile.startup import finish_start
 
 class Part(torch.nn.Module):
@@ -297,6 +298,8 @@ class Part(torch.nn.Module):
     def forward(self, x):
         return x @ self.w
 
+of_all = []
+gc.callbacks.append(lambda phase, info: of_all.append(info) if info["generation"] == 2 else None)
 T.start_compilers()
 finish_start()
 params, model = fsdp.functionalize(torch.nn.Sequential(Part(), Part()))
@@ -305,13 +308,13 @@ forward_backward = T.forward_backward(model, lambda model, x: model(x).square().
 before = len(sys.modules)
 forward_backward(state, torch.ones(3, 4))
 assert torch._dynamo.utils.counters["inductor"]["extern_calls"] > 0  # Inductor compiled it
-print(len(sys.modules) - before)
+print(len(sys.modules) - before, len(of_all))
 """
 
 
 def test_what_a_first_compilation_would_import_is_there(tmp_path: Path) -> None:
     """It imports 115 modules where only Dynamo and Inductor are there, and 243 where there is more in the graph. With
-    its code in the cache it needs less, and less is there."""
+    its code in the cache it needs less, and less is there. No garbage collection of all objects falls into it."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     program = f"{FIRST}print(sum('serialized_patterns' in x or 'sympy.physics' in x for x in sys.modules))\n"
     patterns = []
@@ -320,10 +323,32 @@ def test_what_a_first_compilation_would_import_is_there(tmp_path: Path) -> None:
             [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=environment
         )
         assert done.returncode == 0, done.stderr
-        late, some = map(int, done.stdout.split())
+        late, collections, some = map(int, done.stdout.split())
         assert late < 50
+        assert collections == 0
         patterns.append(some)
     assert patterns[0] > patterns[1] == 0  # of compilations that there are none of
+
+
+@pytest.mark.parametrize("set_since", [False, True])
+def test_one_collection_of_all_objects_is_put_off(set_since: bool) -> None:
+    """After it they come as often as before, and as somebody has set since. What is young is collected as ever."""
+    before, callbacks = gc.get_threshold(), [*gc.callbacks]
+    try:
+        gc.set_threshold(700, 10, 10)
+        collect_later()
+        collect_later()
+        assert gc.get_threshold() == (700, 10, LATER)
+        assert len(gc.callbacks) == len(callbacks) + 1
+        gc.collect(1)
+        assert gc.get_threshold() == (700, 10, LATER)
+        if set_since:
+            gc.set_threshold(900, 12, 7)
+        gc.collect()
+        assert gc.get_threshold() == ((900, 12, 7) if set_since else (700, 10, 10))
+    finally:
+        gc.callbacks[:] = callbacks
+        gc.set_threshold(*before)
 
 
 def test_a_step_that_is_compiled_waits_for_it_too(monkeypatch: pytest.MonkeyPatch) -> None:

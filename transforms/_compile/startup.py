@@ -13,10 +13,14 @@ start_compilers: what compilers need before they can begin, on a thread, while s
 start_compilers()        imports of Dynamo and Inductor   ┐ on the thread
 ranks connect, init      Inductor's processes start       ┘
 compile=True             waits for what is left of it
+
+What is imported, recorded and traced stays, and Python's garbage collector would look at all objects two or three times
+meanwhile: a quarter of a second each, in which no thread runs. `collect_later` puts that off.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -34,6 +38,7 @@ __all__ = ["Clock", "StartupReport", "finish_start", "start_compilers", "startup
 
 EVERY = 0.01  # seconds between two looks
 PATIENCE = 5.0  # seconds that pass before a line says what is being waited for
+LATER = 200  # collections of young objects before one of all; a start has 60 of them, and the rule is 10
 #: a part, and what stands in the path of a file of its code; the innermost frame that has one decides
 PARTS = (
     ("imports", ("<frozen importlib", "importlib/")),
@@ -223,7 +228,8 @@ def start_compilers() -> None:
 
     The first compiled step waits seconds for them. Ranks that connect wait for the network, and `init` and `load` for
     the device and the disk: call it before, once the program's own imports are done. What is compiled later waits for
-    what is left. Nothing else changes; a second call does nothing, and `os.fork` waits until the thread is done.
+    what is left. The next garbage collection of all objects, a pause of all threads, comes after the start, of young
+    ones as ever. Nothing else changes; a second call does nothing, and `os.fork` waits until the thread is done.
 
     Example:
         >>> T.start_compilers()
@@ -233,7 +239,22 @@ def start_compilers() -> None:
         thread = threading.Thread(target=_start, name="start_compilers")
         _started.append(thread)
         os.register_at_fork(before=finish_start)  # a child would wait forever for what is being imported
+        collect_later()
         thread.start()
+
+
+def collect_later() -> None:
+    """Put off the next garbage collection of all objects. After it they come as often as before."""
+    first, second, before = gc.get_threshold()
+    if 0 < before < LATER:
+        gc.set_threshold(first, second, LATER)
+
+        def collected(phase: str, info: dict[str, int]) -> None:
+            first, second, now = gc.get_threshold()
+            if phase == "stop" and info["generation"] == 2 and now == LATER:  # else somebody has set another one
+                gc.set_threshold(first, second, before)
+
+        gc.callbacks.append(collected)
 
 
 def finish_start() -> None:
