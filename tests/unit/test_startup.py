@@ -317,14 +317,14 @@ def test_what_a_first_compilation_would_import_is_there(tmp_path: Path) -> None:
     its code in the cache it needs less, and less is there. No garbage collection of all objects falls into it."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     program = f"{FIRST}print(sum('serialized_patterns' in x or 'sympy.physics' in x for x in sys.modules))\n"
-    patterns = []
+    patterns: list[int] = []
     for _ in ("cold", "warm"):
         done = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=environment
         )
         assert done.returncode == 0, done.stderr
         late, collections, some = map(int, done.stdout.split())
-        assert late < 50
+        assert late < (25 if patterns else 50)  # 34 with a warm cache, without those that each compilation imports
         assert collections == 0
         patterns.append(some)
     assert patterns[0] > patterns[1] == 0  # of compilations that there are none of

@@ -38,7 +38,7 @@ __all__ = ["Clock", "StartupReport", "finish_start", "start_compilers", "startup
 
 EVERY = 0.01  # seconds between two looks
 PATIENCE = 5.0  # seconds that pass before a line says what is being waited for
-LATER = 200  # collections of young objects before one of all; a start has 60 of them, and the rule is 10
+LATER = 200  # collections of young objects before one of all; a start has 50 to 80 of them, and the rule is 10
 #: a part, and what stands in the path of a file of its code; the innermost frame that has one decides
 PARTS = (
     ("imports", ("<frozen importlib", "importlib/")),
