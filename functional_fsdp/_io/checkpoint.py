@@ -509,6 +509,8 @@ def _filled(
         cut = [part for part in chosen if part.name in again]
         read_recut(path, note, all_there, again, cut, joint.run.coordinate)
         share_residuals(fresh, left)
+        if hasattr(state.optimizer, "placed") and not anew:
+            fresh = fresh._evolve(opt=state.optimizer.placed(fresh.opt))
         if anew:
             main = {name: fresh.main[name] for name in state.layout.trainable}
             taken = fresh.count if int(fresh.count) else None

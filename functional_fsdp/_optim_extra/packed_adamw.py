@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
@@ -83,17 +84,30 @@ class PackedAdamW(UpdatesSome):
                     f"({buffer.bucket.placement}), through which packed moments do not go. Use memory_kind='device', "
                     "or leave moments out."
                 )
-        mean, square = self._zeros(main), self._zeros(main)
-        return PackedAdamState(mean, square, {})
+        return PackedAdamState(self._zeros(main, self.codec), self._zeros(main, self.codec.nonnegative()), {})
 
-    def _zeros(self, main: Tree) -> dict[str, Tree]:
+    def _zeros(self, main: Tree, codec: Codec) -> dict[str, Tree]:
         found: dict[str, Tree] = {}
         for plane, (every, dtype) in self._planes.items():
-            trees = found[plane] = {}
+            trees, value = found.setdefault(plane, {}), zero(codec, plane)
             for name, buffer in main.items():
-                local = buffer.local.new_zeros(buffer.local.numel() // every, dtype=_stored(dtype))
+                local = buffer.local.new_full((buffer.local.numel() // every,), value, dtype=_stored(dtype))
                 trees[name] = FlatBuffer(local, buffer.bucket.blocks(every), buffer.states, buffer.mesh)
         return found
+
+    def placed(self, opt: PackedAdamState) -> PackedAdamState:
+        """In the padding, which no file has, lies what stands for zero: the last block of a leaf reaches there."""
+        for codec, trees in ((self.codec, opt.mean), (self.codec.nonnegative(), opt.square)):
+            for plane, tree in trees.items():
+                value = zero(codec, plane)
+                for buffer in tree.values() if value else ():
+                    start, stop = buffer.span()
+                    leaves = buffer.bucket.leaves
+                    ends = [*(leaf.offset for leaf in leaves[1:]), buffer.bucket.numel]
+                    for leaf, end in zip(leaves, ends, strict=True):
+                        a, b = max(leaf.offset + leaf.numel, start), min(end, stop)
+                        buffer.local[a - start : max(a, b) - start].fill_(value)
+        return opt
 
     @property
     def _planes(self) -> dict[str, tuple[int, torch.dtype]]:
@@ -149,6 +163,15 @@ def _put(planes: Planes, values: Planes, skip: torch.Tensor | None) -> None:
     for name, plane in planes.items():
         value = values[name].view(plane.dtype)
         plane.copy_(value if skip is None else torch.where(skip, plane, value))
+
+
+@cache
+def zero(codec: Codec, plane: str) -> float:
+    """What stands for zero in a plane beside larger numbers; in a plane of one number a block, zero."""
+    one = torch.zeros(codec.block, device="cpu")
+    one[0] = 1
+    bits = codec.pack(one)[plane]
+    return bits.view(_stored(bits.dtype))[-1].item() if len(bits) > 1 else 0
 
 
 def _stored(dtype: torch.dtype) -> torch.dtype:

@@ -175,6 +175,17 @@ def planes_of(state: fsdp.State) -> Tree:
     return found
 
 
+def padding_of(state: fsdp.State) -> float:
+    """The largest number in main weights that lies in no leaf."""
+    most = 0.0
+    for buffer in state.main.values():
+        rest = buffer.but(buffer.local.clone())
+        for shard in fsdp.extend.leaf_shards(rest):
+            shard.local.zero_()
+        most = max(most, float(rest.local.abs().max()))
+    return most
+
+
 def carried(folder: Path) -> None:
     state, model = start("zero3")
     forward_backward, rank = T.forward_backward(model, loss_fn), dist.get_rank()
@@ -203,14 +214,18 @@ def carried(folder: Path) -> None:
         same(fsdp.load(folder / "a", like=start("zero3")[0])),
         same(fsdp.load(folder / "a", state.spec, state.optimizer)),
     ]
-    after = [planes_of(stepped(one, 2)) for one in others]
+    nexts = [stepped(one, 2) for one in others]
+    after = [planes_of(one) for one in nexts]
     assert all(torch.equal(one[name], after[0][name]) for one in after for name in right)
+    assert not any(map(padding_of, nexts))  # the last block of a leaf reaches into it
     same(fsdp.load(folder / "a", like=start("ddp")[0]))
     same(fsdp.load(folder / "a", like=start("zero1", units=["blocks"])[0]))
     moved, mesh = copy.deepcopy(state), state.spec.mesh
     for placement, units in ((fsdp.ddp("data"), None), (fsdp.zero1("data"), ["blocks"]), (fsdp.zero3("data"), ["*"])):
         moved = same(fsdp.redistribute(moved, fsdp.Spec(mesh, placement, units=units)))  # type: ignore[arg-type]
     frozen = stepped(fsdp.freeze(copy.deepcopy(state), "blocks.0.*"), 2)
+    assert not padding_of(frozen)
+    assert not padding_of(stepped(moved, 2))
     assert {path.split(".")[1] for path in (name.split()[-1] for name in planes_of(frozen))} == {"1"}
     with pytest.raises(fsdp.SpecError, match="was written with another optimizer"):
         fsdp.load(folder / "a", like=start("zero3", None)[0])
