@@ -214,8 +214,9 @@ def separate_gradients(
     grads, noted = state.grads, reductions.given.begin()
     round_complete = executor.end_round(False)
     executor.sink.set_gradients({})
-    state, out = fn(state._evolve(grads={}))
-    state = finish_reductions(state)
+    with reductions.feedback.aside():
+        state, out = fn(state._evolve(grads={}))
+        state = finish_reductions(state)
     found = dict(state.grads)
     executor.sink.set_gradients(grads)
     reductions.given.resume(noted)

@@ -227,9 +227,10 @@ def replace_grads(state: State, grads: Any) -> State:
 
     Args:
         state: the newest state of a step, or the state between steps. It is consumed, as by a verb.
-        grads: a finished State of the same layout, whose gradients are taken, and with them which leaves got one; or
-            `{bucket: FlatBuffer}`, whole and sharded as main weights, in `Precision.grads`, as `T.hvp` returns: then
-            every leaf counts as one that got a gradient. They are copied.
+        grads: a finished State of the same layout, whose gradients are taken, and with them which leaves got one, and
+            what packing has lost of them (`Precision(feedback=True)`); or `{bucket: FlatBuffer}`, whole and sharded as
+            main weights, in `Precision.grads`, as `T.hvp` returns: then every leaf counts as one that got a gradient.
+            They are copied.
 
     Raises:
         TreeError: buckets that lack or are unknown, of another shape, dtype or sharding. StaleStateError.
@@ -242,10 +243,12 @@ def replace_grads(state: State, grads: Any) -> State:
         >>> state = fsdp.step(fsdp.replace_grads(state, fsdp.finish_reductions(there)))
     """
     given: tuple[set[str], dict[str, int]] = set(), {}
+    lost: dict[str, torch.Tensor] = {}
     if isinstance(grads, State):
         grads._valid("replace_grads")
-        theirs, grads = grads._executor.reductions.given, grads.grads
-        given = set(theirs.full), dict(theirs.noted)
+        theirs, grads = grads._executor.reductions, grads.grads
+        given = set(theirs.given.full), dict(theirs.given.noted)
+        lost = theirs.feedback.errors
     main = {name: state.main[name] for name in state.layout.trainable}
     _fit("replace_grads", grads, main, {name: b.bucket.grads for name, b in main.items()})
     reductions, sink = state._executor.reductions, state._executor.sink
@@ -255,6 +258,7 @@ def replace_grads(state: State, grads: Any) -> State:
     with state.version.lineage:
         sink.set_gradients({name: buffer.but(grads[name].local.clone()) for name, buffer in main.items()})
         reductions.given.resume(given)
+        reductions.feedback.resume(lost)
         state = state.version.lineage.advance(state, "replace_grads()", sink.grads)
     state._executor.end_round(True)
     return state

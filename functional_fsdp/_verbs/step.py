@@ -190,7 +190,7 @@ def _next_state(state: State, main: Main, skip: Any, given: Leaves, before: Kept
         there = executor.sink.renewed_copies(before)
         refresh(state.main, state.weights, state.scales, trainable_only=True, there=there)
     if state.residual:
-        executor.reductions.feedback.keep(kept)
+        executor.reductions.feedback.keep(kept, given)
     state.count.add_(1 if kept is None else ~kept)
     if skip is not None and lineage.offset is not None:
         lineage.offset.add_(skip if gate is None else gate.stands(skip))

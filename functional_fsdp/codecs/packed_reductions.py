@@ -13,6 +13,7 @@ is added to the residual of the rank that packed it.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .._common.errors import SpecError
 from .._common.record import Collective
 from .._common.tracing import refuse, traced_as
 from .._plan.layout import STAGED, aligned
+from .._runtime.given import Leaves
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.codec import START, Codec, Form, Planes
 from .._state.state import State
@@ -58,11 +60,29 @@ class ErrorFeedback:
             return old, new
         return new, new
 
-    def keep(self, skip: torch.Tensor | None) -> None:
-        """The step is taken: what it has lost is the residual, but where `skip` says that it changes nothing."""
+    def keep(self, skip: torch.Tensor | None, given: Leaves) -> None:
+        """The step is taken: what it has lost is the residual, but where `skip` says that it changes nothing. Of leaves
+        that got no gradient (see `GradientMask`) what was sent is not used, and the residual stays, too."""
         for name, new in self.errors.items():
-            old = self.residual[name].local
-            old.copy_(new if skip is None else torch.where(skip, old, new))
+            old = self.residual[name]
+            if name in given:
+                lacks = [not one for one in given[name]]
+                for (_, there), (_, stays) in zip(old.but(new).by_label(lacks), old.by_label(lacks), strict=True):
+                    there.copy_(stays)
+            old.local.copy_(new if skip is None else torch.where(skip, old.local, new))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is reduced inside is no gradient of the step: nothing is added to it, and what it loses is dropped."""
+        residual, errors, self.residual, self.errors = self.residual, self.errors, {}, {}
+        try:
+            yield
+        finally:
+            self.residual, self.errors = residual, errors
+
+    def resume(self, errors: Mapping[str, torch.Tensor]) -> None:
+        """Other gradients are in the place of this step's, of which this was lost: it is copied."""
+        self.errors = {name: errors[name].clone() for name in self.residual if name in errors}
 
     def clear(self) -> None:
         """A step begins."""

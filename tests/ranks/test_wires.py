@@ -363,6 +363,38 @@ def test_checkpoints_without_it_and_states_without_it(tmp_path: Path) -> None:
     launch(old, (tmp_path,), nprocs=2, simulate=True)
 
 
+def apart(placement: str, axis: str) -> None:
+    """What is sent, and is no gradient of a step that is taken."""
+    rank = dist.get_rank()
+    state, model = start(placement, wired("nf4", axis=axis), units=["blocks.*"])
+    forward_backward = T.forward_backward(model, loss_fn)
+    state = fsdp.step(forward_backward(state, batch(0, rank))[0])
+    before = {path: lost for path, lost in left(state).items() if lost.numel()}
+    assert all(lost.any() for lost in before.values())
+    some = T.forward_backward(model, lambda model, x: loss_fn(model.blocks[1], model.blocks[0][0](x)))
+    after = left(fsdp.step(some(copy.deepcopy(state), batch(1, rank))[0]))
+    for path, lost in before.items():  # leaves that got no gradient owe what they did
+        assert torch.equal(lost, after[path]) == path.startswith("blocks.0.2."), path
+
+    bare = start(placement, wired("nf4", feedback=False, axis=axis), units=["blocks.*"])[0]
+    bare = fsdp.replace_params(bare, fsdp.full_params(state))
+    v = {name: buffer.but(torch.ones_like(buffer.local)) for name, buffer in state.main.items()}
+    (_, (_, right)), (state, (_, found)) = (T.hvp(model, loss_fn)(one, v, batch(1, rank)) for one in (bare, state))
+    assert all(torch.equal(found[name].local, buffer.local) for name, buffer in right.items())
+    twin = fsdp.step(forward_backward(copy.deepcopy(state), batch(2, rank))[0])
+    began, _ = forward_backward(state, batch(2, rank))
+    began, _ = T.hvp(model, loss_fn)(began, v, batch(1, rank))
+    there = forward_backward(fsdp.replace_params(state, fsdp.full_params(state)), batch(2, rank))[0]
+    for one in (began, fsdp.replace_grads(copy.deepcopy(state), fsdp.finish_reductions(there))):
+        other = left(fsdp.step(one))
+        assert all(torch.equal(other[path], lost) for path, lost in left(twin).items())
+
+
+@pytest.mark.parametrize(("placement", "axis"), [("zero3", ""), ("ddp", ""), ("hsdp", "replica")])
+def test_what_is_no_gradient_of_the_step_leaves_it(placement: str, axis: str) -> None:
+    launch(apart, (placement, axis), nprocs=4 if axis else 2, simulate=True)
+
+
 def errors() -> tuple[dict[str, Any], Tree]:
     state, model = start("zero3", wired())
     state = fsdp.step(T.forward_backward(model, loss_fn)(state, batch(0, dist.get_rank()))[0])
