@@ -129,10 +129,11 @@ def norms(
     values: dict[Any, torch.Tensor] = {}
     dtype = widest(tree)
     for axes, buffers in shards(state, tree).items():
-        if by == "unit":
-            parts = [(buffer.bucket.unit, buffer.local) for buffer in buffers]
-        else:
-            parts = [(leaf.path, local) for buffer in buffers for leaf, _, local in leaf_shards(buffer)]
+        parts = [
+            (buffer.bucket.unit if by == "unit" else leaf.path, local)
+            for buffer in buffers
+            for leaf, _, local in leaf_shards(buffer)
+        ]
         names[axes] = [name for name, _ in parts]
         values[axes] = _powers(state, [local for _, local in parts], ord, dtype)
     found: dict[str, list[torch.Tensor]] = {}
@@ -147,7 +148,8 @@ def norms(
 def dot(state: State, a: Buffers, b: Buffers) -> tuple[State, torch.Tensor]:
     """The sum of the products of the elements of two trees, each element once: `state, product`, a tensor [].
 
-    It does not wait for the device. For a moment there is the product of a bucket's shards beside them.
+    It does not wait for the device. For a moment there is the product of a bucket's shards beside them, twice. What
+    `tree_map(torch.randn_like, state.main)` puts between leaves does not count.
 
     Args:
         a, b: `{bucket: FlatBuffer}`, sharded as main weights: gradients that are whole, `state.main`, what `T.hvp`
@@ -174,9 +176,20 @@ def dot(state: State, a: Buffers, b: Buffers) -> tuple[State, torch.Tensor]:
     dtype = widest(a, b)
     values = {}
     for axes, buffers in shards(state, {name: a[name] for name in both}).items():
-        products = [buffer.local.to(dtype).mul(b[buffer.bucket.name].local).sum() for buffer in buffers]
+        each = [buffer.but(buffer.local.to(dtype).mul(b[buffer.bucket.name].local)) for buffer in buffers]
+        products = [_of_leaves(product).sum() for product in each]
         values[axes] = torch.stack(products).sum()
     return state, total(state, values)
+
+
+def _of_leaves(buffer: FlatBuffer) -> torch.Tensor:
+    """A buffer's numbers, with zeros in the place of what lies between leaves."""
+    leaves = [local for _, _, local in leaf_shards(buffer)]
+    if sum(leaf.numel() for leaf in leaves) == buffer.local.numel():
+        return buffer.local
+    inside = buffer.but(torch.zeros_like(buffer.local))
+    torch_private.foreach_copy_([local for _, _, local in leaf_shards(inside)], leaves)
+    return inside.local
 
 
 def _check_ord(what: str, ord: float) -> None:

@@ -300,3 +300,24 @@ def measured_numbers() -> tuple[dict[str, float], float]:
 def test_bytes_of_packed_leaves_are_no_numbers_and_integers_are() -> None:
     found = fsdp.launch(measured_numbers, nprocs=2, simulate=True)
     assert found == [({"w": 6.0, "n": 5.0}, 36.0 + 25.0)] * 2
+
+
+def beside_leaves(preset: str) -> None:
+    """What a program's tree_map has put between leaves is no number of theirs."""
+    mesh, placement = mesh_and_placement(preset)
+    params = {"a": {"w": torch.ones(7, 19), "b": torch.ones(5)}, "c": {"w": torch.ones(300)}}
+    state = fsdp.shard(params, fsdp.Spec(mesh, placement), fsdp.sgd(lr=1.0))
+    v = {name: buffer.but(torch.full_like(buffer.local, 2.0)) for name, buffer in state.main.items()}
+    state, product = T.dot(state, v, v)
+    state, units = T.norms(state, v, by="unit")
+    assert float(product) == 4 * (7 * 19 + 5 + 300)
+    assert {name: float(norm) ** 2 for name, norm in units.items()} == pytest.approx({"a": 4 * 138, "c": 1200})
+    moved, norm = T.global_norm(fsdp.replace_grads(fsdp.replace_params(state, v), v))
+    assert float(norm) ** 2 == pytest.approx(float(product))
+    moved = fsdp.step(moved)
+    assert not any(buffer.local.any() for buffer in moved.main.values())  # 2 - 2 in leaves, and 0 beside them
+
+
+@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+def test_padding_does_not_count(preset: str) -> None:
+    fsdp.launch(beside_leaves, (preset,), nprocs=2, simulate=True)
