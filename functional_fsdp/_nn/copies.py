@@ -55,6 +55,7 @@ from .._common.objects import (
     target,
 )
 from .._common.torch_names import FakeTensor
+from .._common.tree import first_match
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 LISTS = (list, deque, set)
@@ -109,12 +110,13 @@ class Copier:
     Args:
         module: the original.
         memo: what stands for which object, by id: each parameter's placeholder.
+        trainable: rules for what trains, {pattern: bool} as pairs; else it is what requires a gradient.
 
     Attributes:
         met: ids of the parameters that lie elsewhere than in the module's slots, too.
     """
 
-    def __init__(self, module: nn.Module, memo: dict[int, Any]) -> None:
+    def __init__(self, module: nn.Module, memo: dict[int, Any], trainable: tuple[tuple[str, Any], ...] = ()) -> None:
         self.memo = memo
         self.met: set[int] = set()
         self.kept: list[Any] = []  # ids stay theirs while they live
@@ -126,7 +128,8 @@ class Copier:
         self.buffers = {id(b): path for path, b in module.named_buffers(remove_duplicate=False)}
         self.trained: dict[int, list[tuple[str, Span]]] = {}  # parameters that train, by their storages
         for path, p in module.named_parameters():
-            if p.requires_grad and (span := span_of(p)):
+            said = first_match(trainable, (path,)) if trainable else None
+            if (p.requires_grad if said is None else said) and (span := span_of(p)):
                 self.trained.setdefault(span.storage, []).append((path, span))
         normed = ((part, hook) for part in modules for hook in part._forward_pre_hooks.values())
         self.renewed = {id(vars(part).get(hook.name)) for part, hook in normed if isinstance(hook, SpectralNorm)}

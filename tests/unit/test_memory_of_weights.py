@@ -103,6 +103,19 @@ def test_a_weight_that_a_hook_computes_anew_in_each_call_is_no_memory_of_it(make
         assert torch.equal(loss, right)
 
 
+@pytest.mark.parametrize("make", [fsdp.init, lambda module, spec: fsdp.functionalize(module(), spec)])
+def test_what_trains_is_for_the_spec_to_say(make: Any) -> None:
+    def module() -> nn.Module:
+        made = Holds(attribute)
+        made.layer.weight.requires_grad_(False)
+        return made
+
+    mesh = fsdp.local_mesh()
+    make(module, fsdp.Spec(mesh))
+    with pytest.raises(TreeError, match=REFUSED[attribute]):
+        make(module, fsdp.Spec(mesh, trainable={"layer.*": True}))
+
+
 def tied_by_data() -> nn.Module:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
