@@ -16,12 +16,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from numbers import Real
 from typing import Any, TypeVar, overload
 
 import torch
 
 from functional_fsdp import SpecError, State, TreeError, finish_reductions
-from functional_fsdp._seams import torch_private
+from functional_fsdp._seams import expect, torch_private
 from functional_fsdp.extend import change, shards
 
 from ._modules.unit_modules import map_tensors
@@ -225,6 +226,7 @@ def divide(state: State, divisor: float | torch.Tensor) -> State:
     """
     if isinstance(divisor, torch.Tensor) and divisor.numel() != 1:
         raise TreeError(f"divide: the divisor has shape {tuple(divisor.shape)}; expected a number or a tensor [].")
+    expect("divide(divisor)", divisor, (torch.Tensor, Real), "a number or a tensor []", TreeError)
     state = finish_reductions(state)
     by = divisor.reshape(()).to(state.count.device) if isinstance(divisor, torch.Tensor) else divisor
 
@@ -282,6 +284,7 @@ def accumulate(
         >>> state, loss = forward_backward(state, batch)
         >>> detect = T.accumulate(forward_backward, 4, split=(0, list))  # images, a dict for each
     """
+    expect("accumulate(forward_backward)", forward_backward, Callable, "a function, as T.forward_backward(...) gives")
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise SpecError(f"accumulate(n={n!r}): expected a number of microbatches of at least 1.")
     if split is not None and not callable(split) and not isinstance(split, tuple | dict):

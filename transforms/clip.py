@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NoReturn
+from numbers import Real
+from typing import Any, NoReturn
 
 import torch
 
-from functional_fsdp import FlatBuffer, SpecError, State, finish_reductions, pmax
+from functional_fsdp import FlatBuffer, State, finish_reductions, pmax
 from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import change, refuse, shards, traced_as
 
@@ -33,15 +34,15 @@ def clip_by_global_norm(
             device, at each call. `T.skip_nonfinite` decides on the device.
 
     Raises:
-        SpecError: a negative `max_norm` (a tensor is not looked at); another `ord`. ScheduleError: the state has no
-        gradients; `error_if_nonfinite` in a compiled step. NonfiniteError: see there.
+        SpecError: a `max_norm` that is no number of at least 0 (the value of a tensor [] is not looked at); another
+        `ord`. ScheduleError: the state has no gradients; `error_if_nonfinite` in a compiled step. NonfiniteError: see
+        there.
 
     Collective: as `global_norm`.
 
     Example: `state, norm = T.clip_by_global_norm(state, 1.0)`.
     """
-    if not isinstance(max_norm, torch.Tensor) and not max_norm >= 0:
-        raise SpecError(f"clip_by_global_norm({max_norm!r}): expected a norm of at least 0.")
+    _limit("clip_by_global_norm", "a norm", max_norm, isinstance(max_norm, torch.Tensor) and not max_norm.dim())
     state, norm = global_norm(state, ord)
     if error_if_nonfinite:
         state = _finite(state, norm)
@@ -53,6 +54,11 @@ def clip_by_global_norm(
                 torch_private.foreach_mul_(some, by.to(torch.promote_types(torch.float32, dtype)))
 
     return change(state, "clip_by_global_norm()", scale, max_norm), norm
+
+
+def _limit(verb: str, what: str, given: Any, good: bool = False) -> None:
+    if not good and not (isinstance(given, Real) and float(given) >= 0):
+        refuse("SpecError", f"{verb}({given!r}): expected {what} of at least 0.")
 
 
 def _waits(state: State, norm: torch.Tensor) -> NoReturn:
@@ -79,14 +85,13 @@ def clip_by_value(state: State, max_value: float) -> State:
     """Clamp each element of the gradients to [-max_value, max_value], in place; use the returned state.
 
     Raises:
-        SpecError: a negative `max_value`. ScheduleError: the state has no gradients.
+        SpecError: a `max_value` that is no number of at least 0. ScheduleError: the state has no gradients.
 
     Collective: what `finish_reductions` issues.
 
     Example: `state = T.clip_by_value(state, 0.5)`.
     """
-    if not max_value >= 0:
-        raise SpecError(f"clip_by_value({max_value!r}): expected a value of at least 0.")
+    _limit("clip_by_value", "a value", max_value)
     state = finish_reductions(state)
 
     def clamp() -> None:

@@ -427,8 +427,8 @@ def _op(what: str, axis: Any, dim: int = 0, join: int = 0) -> _Op:
 
 
 def _dim(x: torch.Tensor, dim: int, what: str) -> int:
-    if not -x.ndim <= dim < x.ndim:
-        raise TreeError(f"{what}(dim={dim}): the tensor {list(x.shape)} has dims {-x.ndim} to {x.ndim - 1}.")
+    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise TreeError(f"{what}(dim={dim!r}): the tensor {list(x.shape)} has dims {-x.ndim} to {x.ndim - 1}.")
     return dim % x.ndim
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functional_fsdp import FsdpError, State, finish_reductions, replace_extras
-from functional_fsdp._seams import torch_private
+from functional_fsdp._seams import expect, torch_private
 from functional_fsdp.extend import by_unit, leaf_shards, ranks_of, shards, total
 
 __all__ = ["Nonfinite", "NonfiniteError", "NonfiniteWatch", "any_nonfinite", "find_nonfinite", "skip_nonfinite"]
@@ -56,6 +56,8 @@ def skip_nonfinite(step: Callable[..., State]) -> Callable[[State], State]:
         >>> state, loss = forward_backward(state, batch)
         >>> state = step(state)
     """
+
+    expect("skip_nonfinite(step)", step, Callable, "a function, as fsdp.step")
 
     def stepped(state: State) -> State:
         state, bad = any_nonfinite(state)

@@ -193,7 +193,7 @@ def _of_leaves(buffer: FlatBuffer) -> torch.Tensor:
 
 
 def _check_ord(what: str, ord: float) -> None:
-    if ord not in (1, 2, inf):
+    if isinstance(ord, bool | torch.Tensor) or ord not in (1, 2, inf):
         raise SpecError(f"{what}(ord={ord!r}): expected 1, 2 or math.inf.")
 
 

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from functional_fsdp import ScheduleError, SpecError, TreeError
-from functional_fsdp._seams import torch_private
+from functional_fsdp._seams import as_names, torch_private
 from functional_fsdp.extend import refuse, skeleton_of, traced_as
 
 from ._compile.compile_units import called
@@ -114,6 +114,7 @@ def remat(
         >>> forward_backward = T.forward_backward(model, loss_fn)
     """
     for name, given in (("save", save), ("offload", offload), ("products", products)):
+        as_names(f"remat({name})", given)
         if isinstance(given, str):
             raise SpecError(f"remat({name}={given!r}): expected several patterns, as {name}=({given!r},).")
     if not isinstance(what, nn.Module):
@@ -241,7 +242,8 @@ def _checkpoint(
             "tangents. Use torch.func.jvp in the place of torch.autograd.forward_ad, or leave remat out."
         )
     region = Region(fn, module, habits, generators)
-    return checkpoint(region, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    early = habits.ends_early(module)
+    return checkpoint(region, *args, use_reentrant=False, preserve_rng_state=False, early_stop=early, **kwargs)
 
 
 def _bound(cls: type[nn.Module], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

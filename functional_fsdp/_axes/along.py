@@ -10,12 +10,12 @@ Source: slices and equal leaves are what shard_map calls "varying" and "invarian
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .._common.calls import provide
-from .._common.errors import SpecError
+from .._common.errors import SpecError, expect
 
 RULES = ("equal", "sum")
 
@@ -46,6 +46,7 @@ class Along:
     grads: str = "equal"
 
     def __post_init__(self) -> None:
+        expect("Along(parts)", self.parts, (int, Sequence), "a number of parts, or their relative sizes")
         sizes = self.parts if isinstance(self.parts, int) else tuple(self.parts)
         object.__setattr__(self, "parts", sizes)
         if not isinstance(self.axis, str) or not isinstance(self.dim, int | None):
@@ -56,7 +57,7 @@ class Along:
         if self.dim is None and sizes != 1:
             raise SpecError(f"{self}: it has parts and no dim, along which they lie. Say which.")
         if self.grads not in RULES:
-            raise SpecError(f"{self}: expected grads to be one of {', '.join(map(repr, RULES))}.")
+            raise SpecError(f"{self!r}: expected grads to be one of {', '.join(map(repr, RULES))}.")
         if self.dim is not None and self.grads != "equal":
             raise SpecError(f"{self}: a rule for gradients of a leaf that is cut, of which each rank has its own.")
 

@@ -135,8 +135,8 @@ def _entered(fn: F, name: str, at: int, traced: Callable[..., Any], no_grad: boo
         try:
             run = state.version.lineage.runtime
         except AttributeError:
-            _token(state, name)  # says what it is instead
-            raise
+            no_state = f"{name}(state, ...): the first argument is a State, not {type(state).__name__}."
+            raise TypeError(no_state) from None
         users = run.users
         call: Callable[..., Any] = fn
         if no_grad and run.watcher is not None:
@@ -178,14 +178,6 @@ def _unreachable(name: str, state: Any, error: Exception) -> CommError:
         f"{name}: the other ranks, or their store, cannot be reached", error
     )
     return failed
-
-
-def _token(state: Any, name: str) -> Any:
-    """A State's version; what is no State has none."""
-    try:
-        return state.version
-    except AttributeError:
-        raise TypeError(f"{name}(state, ...): the first argument is a State, not {type(state).__name__}.") from None
 
 
 def _outside(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:

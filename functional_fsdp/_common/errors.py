@@ -1,5 +1,11 @@
 """The errors a user can meet. Each text says what was given, where, what was expected, and what to do."""
 
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
 
 class FsdpError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -32,3 +38,22 @@ class CommError(FsdpError, RuntimeError):
 
 class RestartError(FsdpError, RuntimeError):
     """Another rank abandoned this step. Nothing is lost: go on from the state that the step started from."""
+
+
+T = TypeVar("T")
+PATH = (str, os.PathLike)
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+def expect(what: str, value: T, kinds: Any, said: str, error: type[Exception] = SpecError) -> T:
+    """The value, which must be of these kinds. The error shows a number or a text, and of others their type."""
+    if not isinstance(value, kinds):
+        given = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+        raise error(f"{what}: expected {said}, and got {repr(value) if isinstance(value, PLAIN) else given}.")
+    return value
+
+
+def as_names(what: str, value: Any) -> tuple[str, ...]:
+    """One name, or several."""
+    names = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    return tuple(expect(what, name, str, "a name or several") for name in names)

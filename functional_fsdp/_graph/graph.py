@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from .._common import torch_names
 from .._common.device import device_of
-from .._common.errors import ScheduleError
+from .._common.errors import ScheduleError, expect
 from .._common.record import LANES, Collective
 from .._common.torch_names import Fakes, FakeTensorMode, dynamo, enable_python_dispatcher, pytree
 from .._common.tracing import KEEPING, lowering, users_line
@@ -159,7 +159,8 @@ def graph_of(
 
     Collective, if it is to run: communicators are made when they are first asked for, and see `GraphPlan.lacking`.
     """
-    state._resting(verb)
+    expect(f"{verb}(fn)", fn, Callable, "a train step, a function of (state, ...)")
+    expect(f"{verb}(state)", state, State, "a State", TypeError)._resting(verb)
     graph = _trace(fn, state, args, kwargs, keep, verb, {}, begun)
     orders: dict[str, tuple[Any, ...]] = {}
     for version in graph.versions:

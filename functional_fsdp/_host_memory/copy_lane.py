@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._common.device import being_captured, current_device, device_of, host_memory, pin, unpin
-from .._common.errors import ScheduleError, SpecError
+from .._common.errors import ScheduleError, SpecError, expect
 from .._common.torch_names import disable_current_modes, dispatch_modes, pytree
 from .._common.tree import bytes_text
 from .._plan.plan import first_plan
@@ -340,6 +340,7 @@ def host_transfer(state: State, bandwidth: float | None = None) -> HostTransfer:
     Example: `print(fsdp.host_transfer(state))` gives "a step moves 18.4 GiB to the device and 13.8 GiB to the host (in
     step 13.8 GiB and 11.5 GiB, beside compute 4.6 GiB and 2.3 GiB): at most 0.441 s at 50.4 GB/s each way".
     """
+    expect("host_transfer(state)", state, State, "a State", TypeError)
     if bandwidth is not None and not (isinstance(bandwidth, int | float) and 0 < bandwidth < math.inf):
         raise SpecError(f"host_transfer(bandwidth={bandwidth!r}): expected bytes a second, as 50e9, or None.")
     if bandwidth is None:

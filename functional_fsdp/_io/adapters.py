@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._common.calls import alone
-from .._common.errors import SpecError, TreeError
+from .._common.errors import SpecError, TreeError, expect
 from .._common.tree import flatten
 from .._state.state import State
 from .._storage.flat import gather_leaves, whole_leaves
@@ -179,7 +179,7 @@ def merged(
 
     Example: `for unit, named in fsdp.merged(state, model.peft_config["default"], dtype=torch.bfloat16): ...`.
     """
-    state._valid("merged")
+    expect("merged(state)", state, State, "a State", TypeError)._valid("merged")
     check_dtype("merged", dtype)
     none_apart(state, "merged")
     merges = _merges("merged", state, config, adapter)

@@ -29,13 +29,13 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from .._common.calls import alone, outside_inference
 from .._common.device import empty_as, zeros_as
-from .._common.errors import CheckpointError, FsdpError, RestartError, SpecError, TreeError
+from .._common.errors import PATH, CheckpointError, FsdpError, RestartError, SpecError, TreeError, as_names, expect
 from .._common.torch_names import pytree
 from .._common.tree import flatten
 from .._engine.gathers import resolve_transport
@@ -431,11 +431,11 @@ def load(
         raise SpecError("load(folder, like=state): the folder comes first.")
     if (spec is None) == (like is None) or (like is not None and optimizer is not None):
         raise SpecError("load: expected either a spec (and an optimizer), or like=state, which has both.")
-    if isinstance(allow, str) or any(what not in ALLOWED for what in allow):
+    if isinstance(allow, str) or any(what not in ALLOWED for what in as_names("load(allow)", allow)):
         raise SpecError(f"load(allow={allow!r}): expected some of {', '.join(map(repr, ALLOWED))}.")
     if like is not None:
         return _like(like, folder, allow)
-    spec = needs_spec("load", spec)
+    spec = needs_spec("load", cast(Any, spec))
     with _opened(spec, folder) as (joint, path, note, there):
         state = made_for(joint, path, note, there, spec, optimizer)
         return _filled(joint, path, note, there, state, True, allow)
@@ -534,9 +534,15 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
     A damaged one, as far as its `layout.json` and the sizes of its files show, is left out with a warning that names
     it; one that is under way, without.
+
+    Raises:
+        CheckpointError: `folder` is a checkpoint itself. NotADirectoryError: a file. SpecError: no path.
     """
+    above = Path(expect("latest_checkpoint(folder)", folder, PATH, "a path"))
     found: list[tuple[int, str, dict[str, Any]]] = []
-    there = sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []
+    if os.path.lexists(above / NOTE):
+        raise CheckpointError(f"latest_checkpoint: {above} is a checkpoint itself. Give the folder that it lies in.")
+    there = sorted(above.iterdir()) if above.exists() else []
     for path in there:
         if unfinished(path) or not any(os.path.lexists(path / name) for name in (NOTE, METADATA)):
             continue
@@ -560,12 +566,12 @@ def _left_out(path: Path, error: Exception) -> None:
 
 def same_folder(joint: Joint, folder: str | os.PathLike[str]) -> tuple[Path, str]:
     """The folder that all ranks name, and the first one's token. Lanes on which ranks stopped apart are drained."""
-    run = joint.run
+    run, what = joint.run, f"{joint.what}(folder)"
     while True:
         counts = {name: log.count for name, log in run.issued.items() if name != "control"}
         token = uuid.uuid4().hex[:12]
         try:
-            told = joint(lambda: (os.path.abspath(os.fsdecode(folder)), token, counts), "folder")  # noqa: B023
+            told = joint(lambda: (os.path.abspath(expect(what, folder, PATH, "a path")), token, counts), "folder")  # noqa: B023
             break
         except RestartError:  # a peer began anew; nothing of this call has happened
             if joint.known:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch.nn as nn
 
 from .._axes.cuts import Cuts
-from .._common.errors import SpecError
+from .._common.errors import SpecError, expect
 from .._runtime.agreement import Topic
 
 __all__ = [
@@ -55,7 +55,7 @@ class Stacked:
     dim: int = 0
 
     def __init__(self, parts: Iterable[Conversion], dim: int = 0) -> None:
-        object.__setattr__(self, "parts", _parts("Stacked", parts))
+        object.__setattr__(self, "parts", _parts("Stacked", parts, dim=dim))
         object.__setattr__(self, "dim", dim)
 
 
@@ -76,9 +76,10 @@ class Concatenated:
     sizes: tuple[int, ...] = ()
 
     def __init__(self, parts: Iterable[Conversion], dim: int = 0, sizes: Iterable[int] = ()) -> None:
-        object.__setattr__(self, "parts", _parts("Concatenated", parts))
-        object.__setattr__(self, "dim", dim)
+        sizes = expect("Concatenated(sizes)", sizes, Iterable, "a number for each part")
         object.__setattr__(self, "sizes", tuple(sizes))
+        object.__setattr__(self, "parts", _parts("Concatenated", parts, dim=dim, sizes=self.sizes))
+        object.__setattr__(self, "dim", dim)
         if self.sizes and len(self.sizes) != len(self.parts):
             raise SpecError(f"Concatenated: got {len(self.parts)} parts, {len(self.sizes)} sizes. Give one size each.")
 
@@ -98,6 +99,9 @@ class Transposed:
     dim0: int = 0
     dim1: int = 1
 
+    def __post_init__(self) -> None:
+        _parts("Transposed", (self.part,), dim0=self.dim0, dim1=self.dim1)
+
 
 @dataclass(frozen=True)
 class Sliced:
@@ -116,6 +120,9 @@ class Sliced:
     start: int
     of: int
     dim: int = 0
+
+    def __post_init__(self) -> None:
+        _parts("Sliced", (self.part,), start=self.start, of=self.of, dim=self.dim)
 
 
 Conversion: TypeAlias = "str | Stacked | Concatenated | Transposed | Sliced"
@@ -150,10 +157,17 @@ def _narrowed(said: Conversion, dim: int, start: int, count: int, of: int) -> Co
     return found[0][0] if len(found) == 1 else Concatenated([p for p, _ in found], dim, [n for _, n in found])
 
 
-def _parts(what: str, parts: Iterable[Conversion]) -> tuple[Conversion, ...]:
+def _parts(what: str, parts: Iterable[Conversion], **numbers: Any) -> tuple[Conversion, ...]:
+    """The parts of a conversion; these and its numbers are what they are to be."""
     if isinstance(parts, str):
         raise SpecError(f"{what}: got the one name {parts!r}; expected several names. Put them into a list.")
-    return tuple(parts)
+    found = tuple(expect(f"{what}(parts)", parts, Iterable, "names in the file, or further conversions"))
+    for part in found:
+        expect(f"{what}: a part", part, (str, Stacked, Concatenated, Transposed, Sliced), "a name, or a conversion")
+    for name, given in numbers.items():
+        for number in given if name == "sizes" else (given,):
+            expect(f"{what}({name})", number, int, "a whole number")
+    return found
 
 
 def checked(convert: Any, paths: Iterable[str] | None = None) -> Conversions:

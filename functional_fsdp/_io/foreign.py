@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .._common.errors import CheckpointError, FsdpError, SpecError
+from .._common.errors import PATH, CheckpointError, FsdpError, SpecError, expect
 from .._common.tree import bytes_text, table
 from .contents import Contents, Format, number_of
 from .formats.dcp import Accelerate, Dcp
@@ -237,11 +237,11 @@ def open_checkpoint(
         >>> checkpoint = fsdp.open_checkpoint(run)
         >>> state = fsdp.load_optimizer_state(fsdp.load_weights(state, checkpoint), checkpoint)
     """
-    contents = _contents(Path(path))
+    contents = _contents(Path(expect("open_checkpoint(path)", path, PATH, "a path")))
     if base is not None:
-        contents = onto(contents, _contents(Path(base)))
+        contents = onto(contents, _contents(Path(expect("open_checkpoint(base)", base, PATH, "a path"))))
     if prefix is not None:
-        contents = _prefixed(Path(path), contents, prefix)
+        contents = _prefixed(Path(path), contents, expect("open_checkpoint(prefix)", prefix, str, "a text"))
     if not contents.tensors:
         raise CheckpointError(f"{path} is {contents.format}, and has no weights.")
     return Checkpoint(Path(path), contents)

@@ -16,6 +16,7 @@ import torch
 from .._common.calls import alone
 from .._common.errors import SpecError
 from .._common.tree import flatten
+from .._optim.optimizer import number
 from .._runtime.agreement import Topic, agree
 from .._runtime.runtime import runtime_of
 from .._state.state import State
@@ -78,6 +79,7 @@ def save_safetensors(
         def begin() -> tuple[Plan, list[Topic]]:
             state._resting("save_safetensors")
             cuts = checked(convert, (*state.layout.paths, *flatten(state.buffers)[0]))
+            number("save_safetensors(max_shard_size)", max_shard_size)
             parts, tensors = _tensors(state, dtype, cuts)
             files = files_of(tensors, max_shard_size)
             if claim is not None:

@@ -6,7 +6,6 @@ a checkpoint   what `open_checkpoint` gives, of any format; a path is opened by 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ import torch
 
 from .._axes.cuts import Cuts, whole_shape
 from .._common.calls import provide
-from .._common.errors import SpecError, TreeError
+from .._common.errors import PATH, TreeError, expect
 from .._runtime.agreement import Topic
 from .._storage.flat import FlatBuffer, coordinate_of, leaf_shards
 from .conversions import Conversions, checked, part_of, same_conversions
@@ -89,12 +88,8 @@ def opened(source: Any) -> Source:
         return source
     if isinstance(source, Mapping):
         return Source("the mapping", _tensors("the mapping", source))
-    if not isinstance(source, str | os.PathLike):
-        raise SpecError(
-            f"weights: got a {type(source).__name__}; expected a folder, a file, what open_checkpoint gives, or a "
-            "mapping of names to tensors."
-        )
-    return OPENERS[0](Path(source))
+    said = "a folder, a file, what open_checkpoint gives, or a mapping of names to tensors"
+    return OPENERS[0](Path(expect("weights", source, PATH, said)))
 
 
 def same_source(source: Source, convert: Conversions) -> tuple[Source, list[Topic]]:

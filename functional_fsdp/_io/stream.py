@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .._common.calls import alone
-from .._common.errors import SpecError, TreeError
+from .._common.errors import SpecError, TreeError, expect
 from .._common.interrupts import uninterruptible
 from .._common.tree import bytes_text, flatten
 from .._plan.layout import Unit
@@ -143,6 +143,7 @@ def stream_to(
         >>> state = fsdp.step(fsdp.reduce(*fsdp.unshard(state)))
         >>> arrived()
     """
+    expect("stream_to(put)", put, Callable, "a function of (unit, {name: tensor})")
     units: Iterator[tuple[str, Any]] = stream(state, dtype=dtype, convert=convert, rank=rank)
     if not gather:
         packed = next((b.leaves[0].path for b in state.layout.buckets.values() if b.packed), None)
@@ -466,8 +467,7 @@ def delta(
         >>> bool((weights["head.weight"] == fsdp.full_params(state)["head.weight"]).all())
         True
     """
-    if not isinstance(since, WeightSnapshot):
-        raise TypeError(f"delta(since, state): since is a {type(since).__name__}; expected what snapshot gave.")
+    expect("delta(since, state)", since, WeightSnapshot, "what snapshot gave", TypeError)
     state._resting("delta")
     none_apart(state, "delta")
     if type(block) is not int or block < 1:

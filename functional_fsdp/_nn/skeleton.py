@@ -38,7 +38,7 @@ import torch.nn as nn
 from torch.nn.parameter import UninitializedParameter
 
 from .._common.calls import outside_inference, provided
-from .._common.errors import ScheduleError, SpecError, TreeError
+from .._common.errors import ScheduleError, SpecError, TreeError, expect
 from .._common.torch_names import NoTorchFunction, pytree
 from .._common.tree import flatten
 from .copies import Copier, Span, span_of
@@ -280,9 +280,7 @@ def skeleton_of(module: M, spec: Any = None) -> M:
 
 def needs_module(what: str, given: Any) -> None:
     """Refuse what is no module."""
-    if not isinstance(given, nn.Module):
-        said = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
-        raise TreeError(f"{what}: expected a module, as Net(), and got {said}.")
+    expect(what, given, nn.Module, "a module, as Net()", TreeError)
 
 
 def _refuse(module: nn.Module) -> None:

@@ -34,6 +34,7 @@ from .optimizer import (
 
 _packed = provided("optim_extra.packed")
 Betas = Sequence[Number]
+SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 class AdamState(NamedTuple):
@@ -65,14 +66,13 @@ class AdamW(UpdatesSome):
     elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        numbers("adamw: lr", self.lr)
-        numbers("adamw: eps", self.eps)
-        numbers("adamw: weight_decay", self.weight_decay)
+        for name in ("lr", "eps", "weight_decay"):
+            numbers(f"adamw: {name}", getattr(self, name))
         object.__setattr__(self, "betas", pair_of("adamw: betas", self.betas))
 
     def for_step(self, count: torch.Tensor, labels: Sequence[str]) -> AdamW:
         """The same for the step of this count, with what it computes of it."""
-        found = fixed(self, ("lr", "betas", "eps", "weight_decay"), count, labels)
+        found = fixed(self, SETTINGS, count, labels)
         object.__setattr__(found, "taken", (count + 1).float())
         return found
 
@@ -81,7 +81,7 @@ class AdamW(UpdatesSome):
 
     def check(self, main: Tree) -> None:
         """Raise SpecError for settings that a leaf lacks."""
-        check_settings(main, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+        check_settings(main, **{name: getattr(self, name) for name in SETTINGS})
 
     def init(self, main: Tree) -> AdamState:
         self.check(main)
@@ -122,11 +122,8 @@ class AdamW(UpdatesSome):
                     steps.setdefault(group, []).append(counts[i])
         found = []
         for (label, dtype), lists in groups.items():
-            settings = (
-                at("lr", self.lr, label, count), at("betas", self.betas, label, count),
-                at("eps", self.eps, label, count), at("weight_decay", self.weight_decay, label, count),
-            )  # fmt: skip
-            found.append(([*lists, steps[label, dtype]], settings))
+            settings = [at(name, getattr(self, name), label, count) for name in SETTINGS]
+            found.append(([*lists, steps[label, dtype]], (*settings,)))
         return found
 
     def update_some(
@@ -206,7 +203,7 @@ def adamw(
     Raises:
         SpecError: a number that is negative, not finite or out of its range; moments that are no codec, or whose
             blocks do not divide 128. By `shard` and `init`: a label that no
-            leaf can have, or one that has no number.
+            leaf can have, or one that has no number. By `step`: a function that gives something else.
 
     >>> adamw(lr=lambda count: 3e-4 * (count / 100).clamp(max=1), weight_decay={"norm": 0.0, "default": 0.1}).eps
     1e-08

@@ -28,9 +28,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from .._common.device import lies_on_host
 from .._common.errors import SpecError, TreeError
 from .._common.record import Collective, over_each_axis
 from .._common.torch_names import foreach_add_, pytree
+from .._common.tracing import refuse
 from .._runtime.given import Leaves
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer, at_home
@@ -354,8 +356,21 @@ def at(name: str, value: Any, label: str, count: torch.Tensor) -> Any:
     """The number for a label at this step; of a pair both."""
     found = by_label(name, value, label)
     if isinstance(found, tuple):
-        return tuple([one(count) if callable(one) else one for one in found])
-    return found(count) if callable(found) else found
+        return tuple([_now(name, one, count) for one in found])
+    return _now(name, found, count)
+
+
+def _now(name: str, value: Any, count: torch.Tensor) -> Any:
+    """What a setting is at this count. A function gives a finite number, or a tensor [], which is not read."""
+    if not callable(value):
+        return value
+    now = value(count)
+    if not isinstance(now, torch.Tensor):
+        number(f"{name}: what its function gave for the count", now)
+    elif now.dim() or now.is_complex() or (now.device != count.device and not lies_on_host(now)):
+        said = f"gave a tensor {list(now.shape)} of {now.dtype} on {now.device}; expected a number, or a real tensor []"
+        refuse("SpecError", f"{name}: its function {said} on {count.device}, made of the count that it is given.")
+    return now
 
 
 def fixed(rules: R, names: Sequence[str], count: torch.Tensor, labels: Iterable[str]) -> R:

@@ -16,6 +16,8 @@ from .._runtime.given import Leaves
 from .._storage.flat import zeros
 from .optimizer import Setting, Tree, UpdatesSome, at, check_settings, fixed, groups_of, labels_in, numbers, tensors
 
+SETTINGS = ("lr", "momentum", "weight_decay")
+
 
 @dataclass(frozen=True)
 class Sgd(UpdatesSome):
@@ -29,13 +31,12 @@ class Sgd(UpdatesSome):
     elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        numbers("sgd: lr", self.lr)
-        numbers("sgd: momentum", self.momentum)
-        numbers("sgd: weight_decay", self.weight_decay)
+        for name in SETTINGS:
+            numbers(f"sgd: {name}", getattr(self, name))
 
     def for_step(self, count: torch.Tensor, labels: Sequence[str]) -> Sgd:
         """The same for the step of this count, with what it computes of it."""
-        return fixed(self, ("lr", "momentum", "weight_decay"), count, labels)
+        return fixed(self, SETTINGS, count, labels)
 
     def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
         return labels_in("sgd", vars(self))
@@ -49,9 +50,9 @@ class Sgd(UpdatesSome):
         count: torch.Tensor,
     ) -> tuple[Tree, Any]:  # fmt: skip
         trees = (main, grads, opt) if opt else (main, grads)
-        for (label, _), (p, g, *momentum) in groups_of(given, *trees).items():
-            lr, decay = at("lr", self.lr, label, count), at("weight_decay", self.weight_decay, label, count)
-            factor = at("momentum", self.momentum, label, count)
+        groups = groups_of(given, *trees)  # all settings before anything is written: a function may raise
+        now = [[at(name, getattr(self, name), label, count) for name in SETTINGS] for label, _ in groups]
+        for (p, g, *momentum), (lr, factor, decay) in zip(groups.values(), now, strict=True):
             moving = momentum[0] if momentum and (tensors(factor) or factor) else []
             self._change(skip, p, g, moving, lr, factor, decay)
         return main, opt

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from einops import rearrange
 
-from .._common.errors import SpecError
+from .._common.errors import SpecError, expect
 from .._common.torch_names import foreach_add_, foreach_copy_, foreach_lerp, foreach_lerp_, foreach_mul_
 from .._common.tree import register
 from .._optim.optimizer import (
@@ -328,6 +328,7 @@ def muon(
     numbers("muon: weight_decay", weight_decay)
     number("muon: momentum", momentum, 1)
     number("muon: eps", eps)
+    expect("muon(ns_coefficients)", ns_coefficients, Sequence, "three numbers")
     if len(ns_coefficients) != 3 or not all(isinstance(one, int | float) for one in ns_coefficients):
         raise SpecError(f"muon: ns_coefficients is {ns_coefficients!r}; expected three numbers.")
     if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or not 0 < ns_steps < 100:
@@ -348,7 +349,7 @@ def _patterns(matrices: Any) -> dict[str, Pattern]:
     named = matrices if isinstance(matrices, Mapping) else {"default": matrices}
     found = {}
     for label, one in named.items():
-        pattern, sizes = (one, {}) if isinstance(one, str) else one
+        pattern, sizes = one if isinstance(one, tuple) and len(one) == 2 else (one, {})
         plain = isinstance(pattern, str) and pattern.count("->") == 1 and "(" not in pattern.split("->")[1]
         if not plain or not isinstance(sizes, Mapping):
             raise SpecError(

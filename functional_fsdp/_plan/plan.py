@@ -27,8 +27,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from .._common.calls import provided
-from .._common.errors import SpecError
-from .._spec.schedule import Schedule, named
+from .._common.errors import expect
+from .._spec.schedule import Schedule, named, schedule_of
 from .layout import STAGED, Bucket, Layout, aligned
 from .pack import Interval, pack
 from .program import Program, program
@@ -388,11 +388,8 @@ def make_plan(
     6 uses, 5 gathers, 3 reductions a step; prefetch 1
     arena 8.0 KiB (two sides; lower bound 8.0 KiB, +0.0 %), staging 8.0 KiB
     """
-    if not isinstance(layout, Layout):
-        raise SpecError(
-            f"make_plan(layout): expected what make_layout gives, or state.layout, and got a {type(layout).__name__}."
-        )
-    schedule = schedule or Schedule()
+    expect("make_plan(layout)", layout, Layout, "what make_layout gives, or state.layout")
+    schedule = schedule_of("make_plan(schedule)", schedule)
     found = program(layout, schedule)
     where = found.uses
     buckets = {name: [b for b in layout.by_name[name].buckets if b.gathers(schedule.debug)] for name in where}

@@ -29,7 +29,7 @@ import torch
 from .._axes.cuts import cut_of
 from .._common.calls import alone
 from .._common.device import checksum, host_memory
-from .._common.errors import SpecError, TreeError
+from .._common.errors import SpecError, TreeError, as_names
 from .._common.torch_names import pytree
 from .._common.tree import dotted, match
 from .._engine.gathers import resolve_transport
@@ -130,6 +130,7 @@ def moved(state: State, spec: Spec, allow: Collection[str], verb: str = "redistr
     """`redistribute`, or what this verb has of it. `trains`: leaves may train by one spec only; then there is no
     optimizer's state in it. The caller tells the old lineage (`moved_to`)."""
     state._resting(verb)
+    allow = as_names("redistribute(allow)", allow)
     spec, run = needs_spec("redistribute", spec), runtime_of(state.spec.mesh)
 
     def look() -> tuple[Any, list[Topic]]:

@@ -17,7 +17,7 @@ import torch
 from .._axes.cuts import cut_of
 from .._common.calls import ordinary, verb
 from .._common.device import checksum, clone_as, empty_as
-from .._common.errors import ScheduleError, TreeError
+from .._common.errors import ScheduleError, TreeError, expect
 from .._common.torch_names import foreach_copy_, pytree
 from .._common.tracing import traced_as
 from .._common.tree import flatten
@@ -316,6 +316,7 @@ def replace_extras(state: State, **named: Any) -> State:
 
     Example: `state = fsdp.replace_extras(state, seen=torch.zeros((), device=state.count.device))`.
     """
+    expect("replace_extras(state)", state, State, "a State", TypeError)
     leaves = [leaf for tree in named.values() if tree is not None for leaf in pytree.tree_leaves(tree)]
     if any(not isinstance(leaf, torch.Tensor) or leaf.requires_grad for leaf in leaves):
         _refuse_extras({name: tree for name, tree in named.items() if tree is not None})

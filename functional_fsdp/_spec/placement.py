@@ -24,7 +24,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from .._common.errors import SpecError
+from .._common.errors import SpecError, as_names
 
 MEMORY_KINDS = ("device", "pinned_host")
 KINDS = ("weights", "grads", "main")
@@ -66,11 +66,10 @@ class Placement:
         kinds = ("weights", "grads", "main", "data")
         for kind in kinds:
             axes = getattr(self, kind)
-            if isinstance(axes, str) or len(set(axes)) != len(axes):
-                raise SpecError(
-                    f"Placement.{kind}={axes!r}: expected a tuple of distinct mesh axis names, as ('data',)."
-                )
-            object.__setattr__(self, kind, tuple(axes))
+            names = as_names(f"Placement.{kind}", axes)
+            if isinstance(axes, str) or len(set(names)) != len(names):
+                raise SpecError(f"Placement.{kind}={axes!r}: expected a tuple of distinct mesh axis names, ('data',).")
+            object.__setattr__(self, kind, names)
         for small, large in pairwise(kinds):
             extra = [a for a in getattr(self, small) if a not in getattr(self, large)]
             if extra:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._common.calls import provided
-from .._common.errors import SpecError
+from .._common.errors import SpecError, expect
 from .codec import Codec
 
 _check_codecs = provided("codecs.check_precision")
@@ -155,8 +155,7 @@ class Precision:
             _check_codecs(self)
         if self.sum not in ("auto", "native", "fp32"):
             raise SpecError(f"Precision(sum={self.sum!r}): expected 'auto', 'native' or 'fp32'.")
-        if not isinstance(self.inputs, bool):
-            raise SpecError(f"Precision(inputs={self.inputs!r}): expected True or False.")
+        expect("Precision(inputs)", self.inputs, bool, "True or False")
         if self.sum == "fp32" and (_dtype(self.wire) or self.compute or self.main) is torch.float64:
             raise SpecError(_NO_SUM)
         if isinstance(self.main, Codec) and (self.gather is not None or self.grads is not None):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .._common.errors import SpecError
+from .._common.errors import SpecError, expect
 from .._common.tree import PathIndex, bytes_text
 
 Order = tuple[str | tuple[str, ...], ...]  # units in order of use; a tuple of them is used at once
@@ -68,22 +68,18 @@ class Schedule:
         depths = prefetch if isinstance(prefetch, Mapping) else {"*": prefetch}
         for name, depth in depths.items():
             if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-                where = (
-                    f"Schedule(prefetch): {name!r} maps to" if isinstance(prefetch, Mapping) else "Schedule(prefetch):"
-                )
-                raise SpecError(f"{where} {depth!r}; expected a number of uses of at least 0 (0 gathers on demand).")
+                said = "expected a number of uses of at least 0 (0 gathers on demand)"
+                raise SpecError(f"Schedule(prefetch): {name!r} maps to {depth!r}; {said}.")
         if isinstance(keep, Collection):
             wrong = keep not in ("all", "frozen") and (isinstance(keep, str) or not all(map(_text, keep)))
         else:
-            wrong = keep is not None and (isinstance(keep, bool) or not isinstance(keep, int))
+            wrong = keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 0)
         if wrong:
             one = keep if isinstance(keep, str) else "blocks.0"
             raise SpecError(
                 f"Schedule(keep={keep!r}): expected None, 'all', 'frozen', a set of units, or a number of bytes (an "
-                f"int). One unit is {{{one!r}}}; nothing is ()."
+                f"int, at least 0). One unit is {{{one!r}}}; nothing is ()."
             )
-        if isinstance(keep, int) and keep < 0:
-            raise SpecError(f"Schedule(keep={keep}): a budget is at least 0 bytes. () keeps nothing.")
         put = object.__setattr__
         put(self, "order", order if order is None or order == "recorded" else _order(order))
         put(self, "prefetch", tuple(prefetch.items()) if isinstance(prefetch, Mapping) else prefetch)
@@ -124,15 +120,23 @@ class Schedule:
         return "; ".join([*said, "debug"] if self.debug else said)
 
 
+def schedule_of(where: str, schedule: Schedule | None) -> Schedule:
+    """What was given as a schedule; the default for None."""
+    said = "a Schedule, as fsdp.Schedule(prefetch=2)"
+    return expect(where, Schedule() if schedule is None else schedule, Schedule, said)
+
+
 def _text(value: object) -> bool:
     return isinstance(value, str)
 
 
 def _order(order: Sequence[str | Sequence[str]]) -> Order:
     """Lists as tuples. A group of one is that unit."""
-    groups = [None if isinstance(one, str) else one for one in order]
-    if isinstance(order, str) or not all(
-        isinstance(g, Sequence) and all(map(_text, g)) for g in groups if g is not None
+    groups = [None if isinstance(one, str) else one for one in order] if isinstance(order, Sequence) else []
+    if (
+        not isinstance(order, Sequence)
+        or isinstance(order, str)
+        or not all(isinstance(g, Sequence) and all(map(_text, g)) for g in groups if g is not None)
     ):
         raise SpecError(
             f"Schedule(order={order!r}): expected the names of units in order of use, as ('a', 'b', 'b', 'a'), a tuple "

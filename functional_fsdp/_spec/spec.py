@@ -23,11 +23,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._common.calls import provided
-from .._common.errors import SpecError
+from .._common.errors import SpecError, expect
 from .._common.tree import first_match
 from .placement import Placement, zero3
 from .precision import Precision
-from .schedule import Schedule
+from .schedule import Schedule, schedule_of
 from .units import ByName, freeze_units
 
 
@@ -187,22 +187,17 @@ class Spec:
         own: Mapping[str, Any] | None = None,
     ) -> None:
         put: Callable[[str, Any], None] = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        if not isinstance(mesh, (DeviceMesh, Mapping)):
-            raise SpecError(
-                f"Spec(mesh): expected a DeviceMesh, as fsdp.local_mesh(), or {{axis: ranks}}, not "
-                f"{type(mesh).__name__}. The mesh comes first: Spec(mesh, placement)."
-            )
+        said = "a DeviceMesh, as fsdp.local_mesh(), or {axis: ranks}; the mesh comes first, as in Spec(mesh, placement)"
+        expect("Spec(mesh)", mesh, (DeviceMesh, Mapping), said)
         put("mesh", mesh if isinstance(mesh, DeviceMesh) else tuple(mesh.items()))
         names = tuple(self.axes)
-        put("own", tuple((pattern, _alongs(pattern, value, self.axes)) for pattern, value in (own or {}).items()))
+        ways = expect("Spec(own)", own or {}, Mapping, "{pattern: rule}, as {'*.up.*': ('tp', 0)}")
+        put("own", tuple((pattern, _alongs(pattern, value, self.axes)) for pattern, value in ways.items()))
         if placement is None:
             placement = zero3(*(name for name in names if name not in self.own_axes))
         rules = placement if isinstance(placement, Mapping) else {"*": placement}
         for pattern, rule in rules.items():
-            if not isinstance(rule, Placement):
-                raise SpecError(
-                    f"Spec(placement): {pattern!r} maps to {rule!r}; expected a Placement, as zero3('data')."
-                )
+            expect(f"Spec(placement) of {pattern!r}", rule, Placement, "a Placement, as zero3('data')")
             missing = [axis for axis in rule.data if axis not in names]
             if missing:
                 raise SpecError(
@@ -211,22 +206,16 @@ class Spec:
                 )
         if average not in ("mean", "sum"):
             raise SpecError(f"Spec(average={average!r}): expected 'mean' or 'sum' over the data ranks.")
-        if not isinstance(schedule, Schedule | None):
-            raise SpecError(f"Spec(schedule={schedule!r}): expected a Schedule, as fsdp.Schedule(prefetch=2).")
         put("placements", tuple(rules.items()))
-        dtypes = precision if isinstance(precision, Mapping) else {"*": precision or Precision()}
+        dtypes = precision if isinstance(precision, Mapping) else {"*": Precision() if precision is None else precision}
         for pattern, one in dtypes.items():
-            if not isinstance(one, Precision):
-                raise SpecError(
-                    f"Spec(precision): {pattern!r} maps to {one!r}; expected a Precision, as "
-                    "Precision(compute=torch.bfloat16)."
-                )
+            expect(f"Spec(precision) of {pattern!r}", one, Precision, "a Precision, as Precision(sum='fp32')")
         put("precisions", tuple(dtypes.items()))
         put("units", freeze_units(units))
         put("labels", _rules("labels", labels, str))
         put("trainable", _rules("trainable", trainable, bool))
         put("average", average)
-        put("schedule", schedule or Schedule())
+        put("schedule", schedule_of("Spec(schedule)", schedule))
         put("transport", transport_of(transport))
 
     @property
@@ -255,7 +244,7 @@ class Spec:
 
     def with_schedule(self, schedule: Schedule) -> Spec:
         """The same with another schedule."""
-        return self._but("schedule", schedule)
+        return self._but("schedule", schedule_of("with_schedule", schedule))
 
     def with_trainable(self, trainable: Mapping[str, bool]) -> Spec:
         """The same with other rules for what trains."""

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import torch.nn as nn
 
-from .._common.errors import SpecError
+from .._common.errors import SpecError, expect
 from .._common.tree import PathIndex, bytes_text, prefixes
 from .._nn.skeleton import needs_module
 from .settings import describe_settings, opaque_settings
@@ -60,6 +60,8 @@ def units(model: nn.Module, *types: type) -> list[str]:
     ['0', '2']
     """
     needs_module("units(model, *types)", model)
+    for one in types:
+        expect("units(model, *types)", one, type, "classes of modules, as nn.Linear")
     found: list[str] = []
     for path, module in model.named_modules():
         if path and isinstance(module, types) and not any(path.startswith(f + ".") for f in found):
@@ -114,8 +116,7 @@ def freeze_units(units: Any) -> Any:
         raise SpecError(f"Spec(units={units!r}): expected patterns of paths, not a class. {_remedy(units)}")
     if callable(units):
         return UnitsBy(units)
-    if not isinstance(units, Mapping | Iterable):
-        raise SpecError(f"Spec(units={units!r}): expected a list of patterns, as ['blocks.*'], or a mapping of names.")
+    expect("Spec(units)", units, Mapping | Iterable, "a list of patterns, as ['blocks.*'], or a mapping of names")
     pairs = [*units.items()] if isinstance(units, Mapping) else [(None, patterns) for patterns in units]
     for _, patterns in pairs:
         several = isinstance(patterns, Iterable) and not isinstance(patterns, str | type)
@@ -190,12 +191,9 @@ def find_units(
     elif callable(patterns):
         for i in free:
             name = patterns(paths[i])
-            if name is not None and not isinstance(name, str):
-                raise SpecError(
-                    f"Spec(units): the function gave {name!r} for the leaf {paths[i]!r}; expected the name of its "
-                    "unit, or None for what is to be grouped as without it."
-                )
             if name is not None:
+                where = f"Spec(units): what the function gave for the leaf {paths[i]!r}"
+                expect(where, name, str, "the name of its unit, or None for what is to be grouped as without it")
                 claim(i, _Owner("name", name), paths[i])
     else:
         index = index or PathIndex(paths)

@@ -145,6 +145,7 @@ def state_dict(state: State, module: nn.Module | None = None) -> dict[str, Any]:
 
 def _of_module(module: nn.Module, found: dict[str, Any]) -> dict[str, Any]:
     """The same, with what a module knows of it."""
+    needs_module("state_dict(module)", module)
     out: Any = OrderedDict(found)
     out._metadata = OrderedDict()
     first: dict[nn.Module, str] = {}

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._common.calls import outside_inference, provided
 from .._common.device import forked_random, seed_generators
-from .._common.errors import FsdpError, SpecError
+from .._common.errors import FsdpError, SpecError, expect
 from .._common.torch_names import Fakes, FakeTensor, TorchDispatchMode, disable_current_modes, pytree, to_scalar
 from .._engine.gathers import resolve_transport
 from .._nn.skeleton import is_dtensor, local_part, skeleton_of
@@ -305,9 +305,7 @@ def _recorded(make: Callable[[], M], seed: int, device: torch.device) -> tuple[R
             f"{str(error).split(chr(10))[0]}). If its construction looks at values, build it for real and use "
             f"functionalize(module) and shard(params, spec)."
         ) from error
-    if not isinstance(module, nn.Module):
-        raise SpecError(f"init: make() returned a {type(module).__name__}; expected a module.")
-    return recorder, module
+    return recorder, expect("what init's make() returned", module, nn.Module, "a module")
 
 
 def _meta(p: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch.nn as nn
 
 from .._common.calls import outside_inference, provided
 from .._common.device import checksum, host_memory, make_room
-from .._common.errors import SpecError, TreeError
+from .._common.errors import SpecError, TreeError, as_names, expect
 from .._common.torch_names import pytree
 from .._common.tree import flatten, match
 from .._engine.gathers import resolve_transport
@@ -58,11 +58,8 @@ def describe(tree: Any) -> tuple[list[LeafInfo], tuple[str, ...], pytree.TreeSpe
         raise TreeError(f"two leaves have the path {twice!r}: their keys read alike. Rename one of them.")
     infos: dict[Any, LeafInfo] = {}
     for path, leaf in zip(paths, leaves, strict=True):
-        if not isinstance(leaf, torch.Tensor):
-            raise TreeError(
-                f"the leaf {path!r} is a {type(leaf).__name__}; expected a tensor. Keep what is not a parameter out of "
-                "the tree."
-            )
+        where = f"the leaf {path!r} of the tree of parameters"
+        expect(where, leaf, torch.Tensor, "a tensor; keep what is no parameter out of the tree", TreeError)
         packed: Any = leaf if type(leaf) is PackedWeight and not leaf.flipped else None
         if packed is not None:
             form, key = packed.form, _identity(packed.bits, path)
@@ -198,7 +195,7 @@ def shard(
     with Joint(run, "shard") as joint:
         infos, paths, treedef, values, spec, plan = agree(joint, "what is given", look)
         spec, plan = resolve_transport(spec, infos, paths, plan)
-        held: Any = buffers or {}
+        held: Any = expect("shard(buffers)", buffers or {}, Mapping, "{path: tensor}, as fsdp.buffers(model) gives")
         if source is not None:
             source.check(plan)
             held = source.buffers(held)
@@ -209,11 +206,9 @@ def shard(
         return build(joint, plan, spec, optimizer, treedef, fetch, held, local_buffers, seed, src=src)
 
 
-def needs_spec(where: str, spec: Any) -> Spec:
+def needs_spec(where: str, spec: Spec) -> Spec:
     """Refuse what is no Spec."""
-    if not isinstance(spec, Spec):
-        raise SpecError(f"{where}: spec is a {type(spec).__name__}; expected a Spec, as Spec(mesh, zero3('data')).")
-    return spec
+    return expect(f"{where}(spec)", spec, Spec, "a Spec, as Spec(mesh, zero3('data'))")
 
 
 def given(
@@ -221,8 +216,8 @@ def given(
 ) -> tuple[Layout, list[Topic]]:
     """The layout by the spec, and what ranks are to have been given alike, but for values; a spec that cannot be
     honoured is refused here."""
-    number: Any = seed
-    if isinstance(number, torch.Tensor) or not hasattr(number, "__index__") or not -(1 << 63) <= number < 1 << 63:
+    whole = hasattr(seed, "__index__") and not isinstance(seed, torch.Tensor | type)
+    if not whole or not -(1 << 63) <= seed < 1 << 63:
         raise SpecError(f"seed={seed!r}: expected a whole number of 64 bits, from -2**63 to 2**63 - 1.")
     plan = plan_layout(infos, spec, paths)
     check_labels(optimizer, spec)
@@ -363,6 +358,7 @@ def _values(where: str, sums: dict[str, torch.Tensor], parts: Container[str], pl
 def _buffers(where: str, buffers: Any, local: Sequence[str], several: bool) -> Topic:
     """Every buffer and its checksum; of those that may differ by rank, that they are there."""
     paths, leaves, _ = flatten(buffers)
+    local = as_names(f"{where}(local_buffers)", local)
     for pattern in local:
         if all(match(pattern, path) is None for path in paths):
             raise SpecError(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._common.errors import ScheduleError, TreeError
+from .._common.errors import ScheduleError, TreeError, expect
 from .._common.tree import flatten
 from .._plan.layout import Layout, Unit
 from .._runtime.given import ALL
@@ -25,10 +25,8 @@ KIND = attrgetter("shape", "dtype", "layout")  # as `Unit.gradients`
 def of_unit(unit: Unit, grads: Any) -> tuple[list[torch.Tensor | None], int]:
     """A unit's gradients as `Unit.paths`, checked, None for frozen leaves; empty if nothing of the unit trains. And
     which of them came: one bit each, or ALL."""
-    if type(grads) is not dict and not isinstance(grads, Mapping):
-        raise TreeError(
-            f"reduce(state, grads, {unit.name!r}): grads is a {type(grads).__name__}; expected {{key: tensor}}."
-        )
+    if type(grads) is not dict:
+        expect(f"reduce(state, grads, {unit.name!r}): grads", grads, Mapping, "{key: tensor}", TreeError)
     if (*grads,) == unit.keys:
         values = [*grads.values()]
         try:

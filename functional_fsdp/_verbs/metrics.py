@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 import torch
 
 from .._common.calls import provided, verb
-from .._common.errors import SpecError
+from .._common.errors import SpecError, TreeError, as_names, expect
 from .._common.record import Collective
 from .._common.torch_names import pytree
 from .._common.tracing import refuse, traced_as
@@ -101,7 +101,7 @@ def _metrics(
     device = state.count.device
     leaves, treedef = pytree.tree_flatten(tree)
     tensors = [
-        torch.as_tensor(leaf, device=device).detach()
+        torch.as_tensor(_tensor(name, leaf), device=device).detach()
         if not isinstance(leaf, int | float | complex)  # else made there: nothing waits, and graphs can too
         else torch.full((), leaf, dtype=torch.complex64 if isinstance(leaf, complex) else torch.float32, device=device)
         for leaf in leaves
@@ -115,6 +115,12 @@ def _metrics(
     return state, pytree.tree_unflatten(done, treedef)
 
 
+def _tensor(name: str, leaf: Any) -> Any:
+    """A leaf of metrics that is no number."""
+    ready = isinstance(leaf, torch.Tensor) or hasattr(leaf, "__array__")  # an array of numpy's
+    return leaf if ready else expect(f"{name}(tree)", leaf, torch.Tensor, "numbers", TreeError)
+
+
 @traced_as(lambda state, name: nullcontext())  # a graph has nothing in flight when it begins
 def _call(state: State, name: str) -> AbstractContextManager[None]:
     state.version.lineage.enter(state.version.serial, name)
@@ -123,7 +129,7 @@ def _call(state: State, name: str) -> AbstractContextManager[None]:
 
 def chosen_axes(data: tuple[str, ...], axis: str | Iterable[str] | None) -> tuple[str, ...]:
     """The axes that are meant: those of the data by default."""
-    return data if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    return data if axis is None else as_names("axis of the mesh", axis)
 
 
 def all_reduce(

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from .._common.calls import alone, provided, verb
-from .._common.errors import ScheduleError, StaleStateError, TreeError
+from .._common.errors import ScheduleError, StaleStateError, TreeError, expect
 from .._common.interrupts import arrive, guard, uninterruptible
 from .._common.ranges import ranged
 from .._common.record import Collective, Mark, Steps
@@ -485,6 +485,7 @@ def newest(state: State) -> State:
 
     Example: `try: state = train_step(state, batch)`; `except KeyboardInterrupt: state = fsdp.newest(state)`.
     """
+    expect("newest(state)", state, State, "a State", TypeError)
     lineage = [state.version.lineage, *state.version.lineage.successors][-1]
     lineage.valid(None, "newest")
     if lineage.taken is None:

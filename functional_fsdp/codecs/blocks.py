@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from .._common.errors import SpecError
+from .._common.errors import SpecError, expect
 from .._spec.codec import Codec, Planes, Shape
 from .kernels import Blocked
 
@@ -191,6 +191,8 @@ def fp8_block(block: int = 256, tile: tuple[int, int] | None = None) -> Codec:
 
     Example: `fsdp.Precision(compute=torch.bfloat16, wire=fsdp.fp8_block(), feedback=True)`.
     """
+    if tile is not None and len(expect("fp8_block(tile)", tile, tuple | list, said := "rows and columns")) != 2:
+        raise SpecError(f"fp8_block(tile={tile!r}): expected {said}, as (128, 128).")
     return Fp8Block(0 if tile is not None else block, tile if tile is None else (int(tile[0]), int(tile[1])))
 
 

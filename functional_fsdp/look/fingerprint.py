@@ -31,6 +31,7 @@ import torch
 
 from .._common.calls import outside_inference
 from .._common.device import default_generator
+from .._common.errors import expect
 from .._common.torch_names import base_of, pytree
 from .._extend.change import by_unit, shards
 from .._nn.packed_weight import PackedWeight
@@ -272,7 +273,7 @@ class Fingerprinted:
     """What `fingerprint` returns."""
 
     def __init__(self, train_step: Callable[..., Any]) -> None:
-        self.train_step = train_step
+        self.train_step = expect("fingerprint(train_step)", train_step, Callable, "a function of (state, ...)")
         self.prints = Prints()
         self._keys: dict[int, list[Any]] = {}
         update_wrapper(self, train_step, updated=())

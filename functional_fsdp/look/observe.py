@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch.profiler import ProfilerActivity, profile
 
 from .._common.device import count_peak, peak_of
-from .._common.errors import ScheduleError
+from .._common.errors import ScheduleError, expect
 from .._common.ranges import ranged
 from .._common.torch_names import profiler, pytree
 from .._common.tree import bytes_text, table
@@ -120,6 +120,7 @@ def observe(
 
     Example: `step = fsdp.observe(train_step)`; `state, loss = step(state, batch)` nine times; `print(step.report)`.
     """
+    expect("observe(train_step)", train_step, Callable, "a function of (state, ...)")
     if type(steps) is not int or type(skip) is not int or steps < 1 or skip < 0:
         raise ValueError(
             f"observe(steps={steps!r}, skip={skip!r}): expected whole numbers, at least 1 step, and no fewer than 0 "

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from .._common.errors import SpecError
+from .._common.errors import SpecError, expect
 from .._common.tree import PathIndex, bytes_text
 from .._plan.plan import REDUCTIONS_AT_ONCE, Plan, PlannedUnit
 from .draw import EXPOSED, FAINT, INK, Page, Panel, binary_scale, colours_of
@@ -94,8 +94,9 @@ def predict(
     Raises:
         SpecError: a bandwidth that is not positive, times that are negative, or no ranks.
     """
+    expect("timeline(plan)", plan, Plan, "what make_plan gives")
     for what, rate in (("gather", gather), ("reduce", reduce)):
-        if not rate > 0:
+        if not isinstance(rate, int | float) or not rate > 0:
             raise SpecError(f"timeline({what}={rate!r}): expected bytes a second, more than 0, as 300e9 for 300 GB/s.")
     given = compute if isinstance(compute, Mapping) else {"*": compute}
     times = _seconds(given, [*plan.by_name])

@@ -289,7 +289,7 @@ def test_one_rank_alone_is_told_what_is_wrong() -> None:
     text = r"shard\(local_buffers\): the pattern 'nope' matches nothing. There are 1 buffers"
     with pytest.raises(SpecError, match=text):
         shard(buffers={"mean": torch.ones(2)}, local_buffers=["nope"])
-    with pytest.raises(SpecError, match="shard: spec is a dict; expected a Spec"):
+    with pytest.raises(SpecError, match=r"shard\(spec\): expected a Spec, .*, and got a dict"):
         fsdp.shard(params(), {"data": 2})  # type: ignore[arg-type]
 
 

@@ -195,7 +195,7 @@ def test_what_is_wrong_is_named_and_the_state_stays(tmp_path: Path) -> None:
         assert "cut.safetensors is no safetensors file" in found["cut"]
         assert "text.safetensors is no safetensors file" in found["text"]
         assert "evil.pt wants __builtin__.print to be called" in found["pickle"]
-        assert "got a int; expected a folder, a file, what open_checkpoint gives, or a mapping" in found["number"]
+        assert "weights: expected a folder, a file, what open_checkpoint gives, or a mapping" in found["number"]
         assert "ranks have different weights in their sources" in found["differ"]
         assert "FileNotFoundError" in found["one"]
         assert ("rank 1 met" in found["one"]) == (rank == 0)

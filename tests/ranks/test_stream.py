@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for given in ((None, changed), (model, changed), (weights, weights)):
         with pytest.raises(TypeError, match=r"apply_delta: got a .* expected \{name: tensor\}, and what delta gave"):
             fsdp.apply_delta(*given)
-    with pytest.raises(TypeError, match="since is a State; expected what snapshot gave"):
+    with pytest.raises(TypeError, match="expected what snapshot gave, and got a State"):
         fsdp.delta(state, other)  # type: ignore[arg-type]
     with pytest.raises(fsdp.TreeError, match=r"'embed\.weight' is torch\.float32 .* on the meta device"):
         fsdp.apply_delta({**weights, "embed.weight": kept.to("meta")}, changed)

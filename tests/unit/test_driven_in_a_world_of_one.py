@@ -450,7 +450,7 @@ def test_inputs_are_cast_by_rule() -> None:
 
 def test_inputs_in_words() -> None:
     assert "compute bfloat16 (inputs too)" in str(CAST)
-    with pytest.raises(fsdp.SpecError, match=r"Precision\(inputs=1\): expected True or False"):
+    with pytest.raises(fsdp.SpecError, match=r"Precision\(inputs\): expected True or False, and got 1"):
         fsdp.Precision(inputs=1)  # type: ignore[arg-type]
     state, model = made(Net(), precision=CAST)
     with pytest.raises(fsdp.SpecError, match=r"Precision\(inputs=True\) with forward_backward\(second_order=True\)"):

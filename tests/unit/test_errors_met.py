@@ -221,7 +221,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a class as units": (lambda _: fsdp.Spec(MESH, units=nn.Linear),  # type: ignore[arg-type]
         r"SpecError: not a class.*fsdp\.units"),
     "a number as units": (lambda _: fsdp.Spec(MESH, units=5),  # type: ignore[arg-type]
-        r"SpecError: units=5.*expected a list of patterns"),
+        r"SpecError: Spec\(units\): expected a list of patterns.* and got 5"),
     "a number among units": (lambda _: fsdp.Spec(MESH, units=[5]),  # type: ignore[list-item]
         "SpecError: 5 is no pattern. Patterns are texts"),
     "dropout, sample by sample": (lambda _: per_sample(drop(), torch.randn(3, 4)),
@@ -328,7 +328,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda _: fsdp.load_optimizer_state(fsdp.shard({"w": torch.ones(2)}, fsdp.Spec(fsdp.local_mesh())), {}),
         "SpecError: this state has no optimizer. Give shard or init one"),
     "shard: a text for a spec": (lambda _: fsdp.shard({"w": torch.ones(2)}, "zero3"),  # type: ignore[arg-type]
-        r"SpecError: spec is a str; expected a Spec, as Spec\(mesh"),
+        r"SpecError: shard\(spec\): expected a Spec, as Spec\(mesh.* and got 'zero3'"),
     "buffers: another rule": (
         lambda _: T.forward_backward(nn.Linear(4, 4), mean_square, buffers="sum"),  # type: ignore[call-overload]
         "SpecError: buffers='sum': expected 'mean'"),
@@ -352,7 +352,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
             state_of(nn.Linear(4, 4)), torch.ones(2).to_sparse()),
         "SpecError: is a tensor of the layout sparse_coo, which torch does not compile"),
     "load_weights: a list": (lambda _: fsdp.load_weights(one(), [1]),  # type: ignore[arg-type]
-        "SpecError: got a list; expected a folder, a file"),
+        "SpecError: weights: expected a folder, a file.* and got a list"),
     "load_weights: a number": (lambda _: fsdp.load_weights(one(), {"w": 3}),  # type: ignore[dict-item]
         "TreeError: has a int at 'w'; expected tensors by name"),
     "replace_params: another dtype": (lambda _: fsdp.replace_params(one(), {"w": torch.ones(4).double()}),

@@ -570,7 +570,7 @@ def raising(error: Exception) -> Callable[[], nn.Module]:
         (nn.ReLU, {}, fsdp.TreeError, "no leaves"),
         (GPT, {"units": ["layers.*"]}, SpecError, "matches nothing"),
         (nn.Linear(2, 2), {}, SpecError, r"expected a function that builds the module, as lambda: Linear\(\.\.\.\)"),
-        (lambda: 3, {}, SpecError, r"make\(\) returned a int; expected a module"),
+        (lambda: 3, {}, SpecError, r"make\(\) returned: expected a module, and got 3"),
     ],
 )
 def test_what_is_refused(make: Any, spec: dict[str, Any], error: type[Exception], said: str) -> None:

@@ -572,12 +572,12 @@ def test_schedules_and_plans_are_values() -> None:
         ({"order": ["a", ()]}, r"Schedule\(order\): use 1 is the group \(\); expected at least 1 unit, each once"),
         ({"order": [("a", "a")]}, r"Schedule\(order\): use 0 is the group \('a', 'a'\); expected at least 1 unit"),
         ({"order": ()}, r"Schedule\(order=\(\)\): expected at least 1 use, got 0. None means"),
-        ({"prefetch": -1}, r"Schedule\(prefetch\): -1; expected a number of uses of at least 0"),
+        ({"prefetch": -1}, r"Schedule\(prefetch\): '\*' maps to -1; expected a number of uses of at least 0"),
         ({"prefetch": {"u0": 1.5}}, r"Schedule\(prefetch\): 'u0' maps to 1.5; expected a number"),
-        ({"prefetch": True}, r"Schedule\(prefetch\): True"),
+        ({"prefetch": True}, r"Schedule\(prefetch\): '\*' maps to True"),
         (
             {"keep": "u0"},
-            r"'frozen', a set of units, or a number of bytes \(an int\). One unit is \{'u0'\}",
+            r"'frozen', a set of units, or a number of bytes \(an int, at least 0\). One unit is \{'u0'\}",
         ),
         (
             {"keep": 2e9},
@@ -585,7 +585,7 @@ def test_schedules_and_plans_are_values() -> None:
         ),
         ({"keep": [1]}, r"Schedule\(keep=\[1\]\): expected None"),
         ({"keep": True}, r"keep=True\): expected None"),
-        ({"keep": -5}, r"keep=-5\): a budget is at least 0 bytes. \(\) keeps nothing."),
+        ({"keep": -5}, r"keep=-5\): expected None, .* or a number of bytes \(an int, at least 0\)"),
     ],
 )
 def test_a_schedule_says_what_is_wrong_with_it(arguments: dict[str, Any], text: str) -> None:

@@ -155,16 +155,16 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     *((Precision, {"sum": "fp32", kind: F64}, r"of a float64 wire would lose digits\. Sums in float32 are of")
       for kind in ("wire", "compute", "main")),
     (Precision(sum="fp32").resolve, {"leaf": F64}, "of a float64 wire would lose digits"),
-    (Spec, {"precision": {"*": BF16}}, r"Spec\(precision\): '\*' maps to torch.bfloat16; expected a Precision"),
+    (Spec, {"precision": {"*": BF16}}, r"Spec\(precision\) of '\*': expected a Precision, .*, and got a dtype"),
     *((Spec, {"placement": placement}, rf"names the axis '{axis}', which the mesh does not have. Its axes are 'data'\.")
       for placement, axis in ((fsdp.zero3("dta"), "dta"), (fsdp.ddp("x"), "x"), (fsdp.hsdp("r", "data"), "r"))),
     (Spec, {"placement": {"experts.*": fsdp.zero3("expert"), "*": fsdp.zero3("data")}}, "names the axis 'expert'"),
     (Spec, {"placement": fsdp.zero3("dta")}, r"zero3\(dta\)"),
-    *((Spec, {"placement": {"*": wrong}}, r"'\*' maps to .*; expected a Placement, as zero3\('data'\)")
+    *((Spec, {"placement": {"*": wrong}}, r"of '\*': expected a Placement, as zero3\('data'\), and got ")
       for wrong in ("zero3", None, ("data",))),
     *((Spec, {"placement": wrong}, r"expected a Placement, as zero3\('data'\)") for wrong in ("zero3", fsdp.zero3, 3)),
     *((Spec, {"average": wrong}, "expected 'mean' or 'sum'") for wrong in ("median", "", None)),
-    *((Spec, {"schedule": wrong}, r"Spec\(schedule=.*\): expected a Schedule, as fsdp.Schedule\(prefetch=2\)")
+    *((Spec, {"schedule": wrong}, r"Spec\(schedule\): expected a Schedule, as fsdp.Schedule\(prefetch=2\)")
       for wrong in ("recorded", 2, ("a", "a"), Schedule)),
     (Spec, {"units": "blocks.*"}, r"Spec\(units='blocks\.\*'\): expected a list of patterns, as \['blocks\.\*'\]"),
     (Spec(EIGHT, {"blocks.*": fsdp.zero3("data")}).placement_of, {"path": "head.weight"},

@@ -489,7 +489,7 @@ MISFITS: list[tuple[Any, str | None, str]] = [
     (one_other(3.0), None, SHAPE + r"a float; expected a tensor"),
     ({"w": torch.ones(3, 3)}, "blocks.0", r"reduce\(state, grads, 'blocks\.0'\): .* it lacks 'b'"),
     ({"w": None, "b": None, "c": None}, "blocks.0", r"has the unknown 'c'"),
-    ([torch.ones(3, 3), ONES], "blocks.0", r"grads is a list; expected \{key: tensor\}"),
+    ([torch.ones(3, 3), ONES], "blocks.0", r"grads: expected \{key: tensor\}, and got a list"),
     ({"w": ONES, "b": None}, "blocks.0", r"the gradient of 'blocks\.0\.w' has shape \(3,\)"),
 ]  # fmt: skip
 

@@ -323,7 +323,7 @@ def test_a_function_names_units() -> None:
 
 def test_a_function_that_gives_no_name() -> None:
     with pytest.raises(
-        SpecError, match=r"Spec\(units\): the function gave 3 for the leaf 'a\.w'; expected the name of"
+        SpecError, match=r"Spec\(units\): what the function gave for the leaf 'a\.w': expected the name of .* and got 3"
     ):
         grouped(leaves("a.w"), units=lambda path: 3)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +39,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "units": (lambda state: fsdp.units(params, nn.Linear), "expected a module, .* and got a dict"),
     "make_layout": (
         lambda state: fsdp.make_layout(params, sizes),
-        "make_layout: spec is a dict; expected a Spec",
+        r"make_layout\(spec\): expected a Spec, .* and got a dict",
     ),
     "make_plan": (
         lambda state: fsdp.make_plan(state),
@@ -63,6 +65,136 @@ def test_what_is_of_another_kind_is_named(call: str) -> None:
     function, said = CALLS[call]
     with pytest.raises((fsdp.TreeError, fsdp.SpecError), match=said):
         function(state)
+
+
+bad: Any = {"None": None, "3": 3, "bytes": b"x", "a list": [1], "lambda": lambda *_: None, "a text": "x"}
+bad |= {"nan": math.nan, "1j": 1j, "-1": -1, "a class": nn.Linear, "tensors": torch.ones(3)}
+bad["meta"] = torch.ones((), device="meta")
+loose: Any = fsdp
+driven: Any = T
+
+
+def graded() -> Any:
+    """A state with gradients."""
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.sgd(lr=0.1))
+    return T.forward_backward(model, loss_fn)(state, torch.randn(3, 2))[0]
+
+
+def stepped(make: Callable[..., Any], **settings: Any) -> Any:
+    """A step whose settings are given by functions."""
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh("cpu")), make(**settings))
+    state, _ = T.forward_backward(model, loss_fn)(state, torch.randn(3, 2))
+    try:
+        return fsdp.step(state)
+    except fsdp.SpecError:
+        before = fsdp.full_params(state)  # nothing was written, and the state is as good as before
+        assert all(torch.equal(params[path], leaf) for path, leaf in before.items())
+        raise
+
+
+#: what is called, the names in `bad` that it is given, and what its error says, but for the value
+TABLE: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "save": (lambda x: fsdp.save(graded(), x), "None,3,bytes,a class", r"save\(folder\): expected a path, and got"),
+    "save_dcp": (lambda x: fsdp.save_dcp(graded(), x), "None,3,bytes", r"save_dcp\(folder\): expected a path"),
+    "files": (
+        lambda x: fsdp.save_safetensors(graded(), x),
+        "None,bytes",
+        r"save_safetensors\(folder\): expected a path",
+    ),
+    "load(folder)": (lambda x: fsdp.load(x, fsdp.Spec(fsdp.local_mesh("cpu"))), "None,3,bytes", "expected a path"),
+    "latest_checkpoint": (loose.latest_checkpoint, "None,3,bytes,tensors", "expected a path, and got"),
+    "open_checkpoint": (loose.open_checkpoint, "None,3,a list", "expected a path, and got"),
+    "flight_record": (loose.flight_record, "3,bytes,tensors", "expected a path, or None"),
+    "lr": (lambda x: stepped(fsdp.adamw, lr=lambda n: x), "None,a text,nan,1j,-1,tensors,meta,lambda", "lr: "),
+    "betas": (lambda x: stepped(fsdp.adamw, betas=(0.9, lambda n: x)), "None,nan,tensors", "betas: "),
+    "sgd": (lambda x: stepped(fsdp.sgd, momentum=lambda n: x, lr=0.1), "None,a text,nan,tensors", "momentum: "),
+    "max_norm": (lambda x: T.clip_by_global_norm(graded(), x), "None,a text,nan,-1,tensors,lambda", "norm of at least"),
+    "max_value": (lambda x: T.clip_by_value(graded(), x), "None,a text,nan,-1,tensors", "value of at least 0"),
+    "divide": (lambda x: T.divide(graded(), x), "None,a text,a list,1j", r"expected a number or a tensor \[\]"),
+    "norm's order": (lambda x: T.global_norm(graded(), x), "None,a text,tensors,-1", "expected 1, 2 or math.inf"),
+    "Concatenated": (loose.Concatenated, "None,3,a list,a class", "Concatenated"),
+    "Stacked": (lambda x: loose.Stacked(["a"], x), "None,a text,nan", r"Stacked\(dim\): expected a whole number"),
+    "Transposed": (loose.Transposed, "None,3,a list", "Transposed: a part: expected a name, or a conversion"),
+    "Sliced": (lambda x: loose.Sliced("a", x, of=2), "None,a text,nan", r"Sliced\(start\): expected a whole number"),
+    "unshard": (lambda x: fsdp.unshard(graded(), x), "3,a list,a class,tensors", r"unshard\(unit\): expected a name"),
+    "release": (lambda x: fsdp.release(graded(), x), "None,3,a class", r"release\(unit\): expected a name or several"),
+    "pmean": (lambda x: fsdp.pmean(graded(), {"a": x}), "None,a text,lambda", r"pmean\(tree\): expected numbers"),
+    "pmean's axis": (lambda x: fsdp.pmean(graded(), 1.0, x), "3,a list", "axis of the mesh: expected a name or"),
+    "own": (lambda x: fsdp.Spec(sizes, own=x), "3,a text,a list", r"Spec\(own\): expected {pattern: rule}"),
+    "precision": (lambda x: fsdp.Spec(sizes, precision=x), "3,tensors", r"Spec\(precision\) .*: expected a Precision"),
+    "order": (loose.Schedule, "3,a text,lambda", "expected the names of units in order of use"),
+    "with_schedule": (lambda x: fsdp.Spec(sizes).with_schedule(x), "3,a text", "expected a Schedule"),
+    "Placement": (lambda x: fsdp.Placement(main=x), "None,3,a list", "Placement.main: expected a name or several"),
+    "Along": (lambda x: fsdp.Along("tp", grads=x), "None,3,a text", "expected grads to be one of 'equal', 'sum'"),
+    "buffers": (lambda x: fsdp.shard(params, graded().spec, buffers=x), "3,a text", "expected {path: tensor}"),
+    "types": (
+        lambda x: loose.units(model, x),
+        "None,3,a text",
+        r"units\(model, \*types\): expected classes of modules",
+    ),
+    "patterns": (lambda x: driven.remat(model, x), "None,3,a list", r"remat\(\*patterns\): expected a name or several"),
+    "save=": (lambda x: T.remat(model, "*", save=x), "None,3,a list", r"remat\(save\): expected a name or several"),
+    "loss_fn": (lambda x: driven.forward_backward(model, x), "None,3,a text", "expected a function of"),
+    "apply": (lambda x: driven.apply(model, x), "3,a text", r"apply\(fn\): expected a function of"),
+    "accumulate": (lambda x: driven.accumulate(x, 2), "None,3", "expected a function, as T.forward_backward"),
+    "skip_nonfinite": (driven.skip_nonfinite, "None,3", "expected a function, as fsdp.step"),
+    "compile": (driven.compile, "3,a text", r"compile\(train_step\): expected a function of \(state, ...\)"),
+    "stream_to": (lambda x: fsdp.stream_to(x, graded()), "None,3", r"stream_to\(put\): expected a function of"),
+    "state_dict": (lambda x: fsdp.state_dict(graded(), x), "3,a text", r"state_dict\(module\): expected a module"),
+    "muon": (lambda x: loose.muon(ns_coefficients=x), "None,3", r"muon\(ns_coefficients\): expected three numbers"),
+    "tile": (lambda x: loose.fp8_block(tile=x), "3,a text", r"fp8_block\(tile\): expected rows and columns"),
+}
+
+
+@pytest.mark.parametrize("call", TABLE)
+def test_a_value_that_means_nothing_is_refused_by_name(call: str) -> None:
+    function, values, said = TABLE[call]
+    for value in map(bad.__getitem__, values.split(",")):
+        with pytest.raises((fsdp.TreeError, fsdp.SpecError), match=said):
+            function(value)
+
+
+@pytest.mark.parametrize("name", ["newest", "replace_extras", "merged", "host_transfer", "lower"])
+def test_what_is_no_state_is_named(name: str) -> None:
+    call = getattr(fsdp, name)
+    given: Any = {"merged": (None, {}), "lower": (len, None)}.get(name, (None,))
+    with pytest.raises(TypeError, match=rf"{name}\(state\): expected a State, and got None"):
+        call(*given)
+
+
+def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    folder = fsdp.save(fsdp.shard(params, fsdp.Spec(fsdp.local_mesh("cpu"))), tmp_path / "one")
+    assert fsdp.latest_checkpoint(tmp_path) == folder
+    assert fsdp.latest_checkpoint(tmp_path / "none") is None
+    with pytest.raises(fsdp.CheckpointError, match=r"is a checkpoint itself. Give the folder that it lies in"):
+        fsdp.latest_checkpoint(folder)
+    with pytest.raises(NotADirectoryError):
+        fsdp.latest_checkpoint(folder / "layout.json")
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.act = nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Tanh(), nn.Tanh()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.act(self.layer(x))
+
+
+def test_modules_with_a_part_of_torch_jit_are_computed_again() -> None:
+    plain = nn.Sequential(Scripted(), Scripted()).double()
+    own, skeleton = fsdp.functionalize(plain)
+    state = fsdp.shard(own, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.sgd(lr=0.1))
+    x = torch.randn(3, 4).double()
+    found, loss = T.forward_backward(T.remat(skeleton, "*"), loss_fn)(state, x)
+    right = loss_fn(plain, x)
+    right.backward()
+    torch.testing.assert_close(loss, right.detach(), rtol=1e-9, atol=0)
+    for path, p in plain.named_parameters():
+        torch.testing.assert_close(fsdp.local_shards(found, "grads")[path].view_as(p), p.grad, rtol=1e-9, atol=1e-12)
+    for call in (lambda: T.remat(skeleton, "*.act"), lambda: T.offload(skeleton, "*.act")):
+        with pytest.raises(fsdp.SpecError, match=r"'0.act' is a torch.jit module"):
+            call()
 
 
 def test_labels_of_any_integers_and_one_token_alone() -> None:

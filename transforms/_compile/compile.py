@@ -20,6 +20,7 @@ import torch
 from functional_fsdp import ScheduleError, SpecError, State
 from functional_fsdp._seams import (
     begin_compiled,
+    expect,
     keep_residuals,
     outside_inference,
     point_at_second_gathers,
@@ -93,6 +94,7 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
             f"compile(backend={backend!r}): expected one of {', '.join(map(repr, BACKENDS))}. Others work with "
             "torch.compile(train_step, fullgraph=True, backend=...), which computes a unit's forward twice."
         )
+    expect("compile(train_step)", train_step, Callable, "a function of (state, ...)")
     finish_start()
     programs = Programs(train_step, backend, config)
     inner = _backend(backend, config)

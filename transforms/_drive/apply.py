@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import State
+from functional_fsdp._seams import expect
 from functional_fsdp.extend import alone, traced_as
 
 from .._compile.compile_units import Options
@@ -67,6 +68,7 @@ def apply(
         ...     return model.generate(ids, max_new_tokens=20, do_sample=True)
         >>> state, ids = T.apply(model, sample)(state, ids, extend.seeds(state, "sample")(k, rank))
     """
+    expect("apply(fn)", fn, Callable | None, "a function of (model, ...), or None")
     driven = Forward("apply", model, training, compile)
 
     def compute(model: nn.Module, args: Any, kwargs: Any) -> Any:

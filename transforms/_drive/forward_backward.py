@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import ScheduleError, SpecError, State, TreeError, reduce
-from functional_fsdp._seams import full_tensor, note_activations, torch_private
+from functional_fsdp._seams import expect, full_tensor, note_activations, torch_private
 from functional_fsdp.extend import alone, begin_round, end_round, evolve
 
 from .._compile.compile_units import Options
@@ -133,6 +133,8 @@ class ForwardBackward(Generic[Out]):
         compile: bool | Options = False, second_order: bool = False, find_nonfinite: bool = False,
         input_grads: bool = False, reduce: Reduce = reduce,
     ) -> None:  # fmt: skip
+        expect("forward_backward(loss_fn)", loss_fn, Callable, "a function of (model, ...) that gives the loss")
+        expect("forward_backward(reduce)", reduce, Callable, "a function, as fsdp.reduce")
         if second_order and compile is not False:
             raise SpecError(
                 "forward_backward(compile=..., second_order=True): torch does not differentiate compiled code twice. "

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 
-from functional_fsdp import FlatBuffer, ScheduleError, State, TreeError
-from functional_fsdp._seams import torch_private
+from functional_fsdp import FlatBuffer, ScheduleError, SpecError, State, TreeError
+from functional_fsdp._seams import expect, torch_private
 from functional_fsdp.extend import Session, alone, lineage_of, separate_gradients
 
 from .._modules.unit_modules import Leaf
@@ -105,6 +105,10 @@ def vmap(
         >>> losses = T.vmap(loss_fn)
         >>> both, loss = T.forward_backward(model, lambda model, batch: losses(model, batch).sum())(both, batch)
     """
+
+    expect("vmap(fn)", fn, Callable, "a function of (model, ...)")
+    if randomness not in ("error", "different", "same"):
+        raise SpecError(f"vmap(randomness={randomness!r}): expected 'error', 'different' or 'same'.")
 
     def run(model: nn.Module, *args: Any) -> Any:
         driver = driver_of(model)

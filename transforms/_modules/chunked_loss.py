@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from functional_fsdp import SpecError, bind
-from functional_fsdp._seams import torch_private
+from functional_fsdp._seams import expect, torch_private
 from functional_fsdp.extend import refuse, skeleton_of, traced_as
 
 from .unit_modules import once_a_class, subclass
@@ -319,6 +319,9 @@ def chunked_loss(
     """
     rule = Rule(chunks, ignore_index, reduction, accum_dtype)
     _check(rule)
+    expect("chunked_loss(accum_dtype)", accum_dtype, torch.dtype | None, "a dtype, or None")
+    expect("chunked_loss(ignore_index)", ignore_index, int, "a label")
+    expect("chunked_loss(hidden)", hidden, Callable | None, "a function of (model, ...), or None")
     copy = skeleton_of(model)
     base = getattr(copy, "base_model_prefix", "") if hidden is None else ""
     if hidden is None and not (base and hasattr(copy, base) and hasattr(copy, "get_output_embeddings")):

@@ -31,7 +31,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, SpecError, TreeError
-from functional_fsdp._seams import aliases_of
+from functional_fsdp._seams import aliases_of, as_names
 from functional_fsdp.extend import match
 
 __all__ = [
@@ -44,10 +44,10 @@ def outermost(verb: str, model: nn.Module, patterns: tuple[str, ...]) -> list[tu
     """(path, module) of the modules that match a pattern, without those that lie in another of them.
 
     Raises:
-        SpecError: a pattern that matches no module.
+        SpecError: a pattern that matches no module, or one of torch.jit.
     """
     chosen: dict[str, nn.Module] = {}
-    for pattern in patterns:
+    for pattern in as_names(f"{verb}(*patterns)", patterns):
         before = len(chosen)
         for path, module in model.named_modules():
             if path and match(pattern, path) == path:
@@ -57,7 +57,13 @@ def outermost(verb: str, model: nn.Module, patterns: tuple[str, ...]) -> list[tu
                 f"{verb}: the pattern {pattern!r} matches no module of {type(model).__name__}. Its parts are "
                 f"{', '.join(repr(name) for name, _ in model.named_children())}, ..."
             )
-    return [(path, module) for path, module in chosen.items() if not any(path.startswith(f"{o}.") for o in chosen)]
+    found = [(path, module) for path, module in chosen.items() if not any(path.startswith(f"{o}.") for o in chosen)]
+    for path, module in found:
+        if isinstance(module, torch.jit.ScriptModule):  # whose calls cannot be others
+            raise SpecError(
+                f"{verb}: {path!r} is a torch.jit module. Name a module around it, or give the one it is of."
+            )
+    return found
 
 
 Make = TypeVar("Make", bound=Callable[..., type[nn.Module]])

@@ -21,6 +21,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import SpecError, State, finish_reductions, reduce
+from functional_fsdp._seams import expect
 from functional_fsdp.extend import alone, begin_round, change, end_round, evolve, leaf_shards, ranks_of, seeds
 
 from .._drive.driver import eager_only
@@ -112,9 +113,9 @@ def clipped_gradients(
         weigh = forward_backward(model, partial(_weighed, loss_fn))
     else:
         weigh = partial(_weighted, Stages("clipped_gradients", model))
-    if not 0 < max_norm < inf:
+    if not 0 < expect("clipped_gradients(max_norm)", max_norm, (int, float), "a finite norm above 0") < inf:
         raise SpecError(f"clipped_gradients(max_norm={max_norm!r}): expected a finite norm above 0.")
-    if not 0 <= noise < inf:
+    if not 0 <= expect("clipped_gradients(noise)", noise, (int, float), "a finite multiplier of at least 0") < inf:
         raise SpecError(f"clipped_gradients(noise={noise!r}): expected a finite multiplier of at least 0.")
 
     def f(
