@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from functional_fsdp import FlatBuffer, Partial, ScheduleError, Sharded, SpecError, State, TreeError, finish_reductions
-from functional_fsdp._seams import torch_private
+from functional_fsdp._seams import expect, torch_private
 from functional_fsdp.extend import all_reduce, leaf_shards, over_shards, shards, total
 
 __all__ = ["Buffers", "WireError", "check_tree", "dot", "global_norm", "norms", "widest", "wire_error"]
@@ -168,6 +168,7 @@ def dot(state: State, a: Buffers, b: Buffers) -> tuple[State, torch.Tensor]:
         >>> state = fsdp.finish_reductions(state)
         >>> state, product = T.dot(state, state.grads, state.main)
     """
+    expect("dot(state)", state, State, "a State", TypeError)
     for name, tree in (("a", a), ("b", b)):
         if not isinstance(tree, Mapping):
             raise TreeError(f"dot: {name} is a {type(tree).__name__}; expected {{bucket: FlatBuffer}}, as state.main.")
@@ -251,6 +252,7 @@ def wire_error(state: State) -> dict[str, WireError]:
 
     Example: `print(T.wire_error(state)["blocks.0.up.weight"].norm)`.
     """
+    expect("wire_error(state)", state, State, "a State", TypeError)
     if not state.residual:
         raise ScheduleError(
             "wire_error: no leaf of this state keeps what its wire loses. Give its precision a codec and feedback: "

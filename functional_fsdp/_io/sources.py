@@ -153,6 +153,8 @@ def fill(
         TreeError: leaves that are missing, unexpected or of another shape, by name, before anything is read.
         SpecError: a conversion that does not fit its leaf.
     """
+    said = "a function from a leaf's path to its name there, or {path: name}"
+    expect("rename", rename, (Mapping, Callable, type(None)), said)
 
     def there(path: str) -> list[Piece]:
         named = renamed(path, rename, theirs, ours)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .._common.errors import CommError
+from .._common.errors import CommError, expect
 from .._common.torch_names import gloo_options
 from . import meshes
 from .launchers import store_of_this_attempt, take_task
@@ -51,6 +51,7 @@ def local_mesh(device: str | None = None, /, **axes: int) -> DeviceMesh:
     >>> local_mesh(replica=1, shard=-1).mesh_dim_names
     ('replica', 'shard')
     """
+    expect("local_mesh(device)", device, str | None, "a kind of device, as 'cpu'; sizes go by name, as data=8")
     if not dist.is_initialized():
         _init_process_group(device or ("cuda" if torch.cuda.device_count() else "cpu"))
     device = device or ("cuda" if "nccl" in dist.get_backend_config() else "cpu")

@@ -18,6 +18,7 @@ import torch.nn as nn
 
 from .._common.errors import SpecError
 from .._nn.packed_weight import PackedWeight
+from .._nn.skeleton import needs_module
 from .._spec.codec import Codec, Form, Planes, Shape
 from .blocks import int8
 from .four_bits import nf4
@@ -81,6 +82,7 @@ def from_quantized(model: M, compute: torch.dtype | None = None) -> M:
 
     Example: `params, model = fsdp.functionalize(fsdp.from_quantized(AutoModelForCausalLM.from_pretrained(...)))`.
     """
+    needs_module("from_quantized(model)", model)
     memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     found = 0
     for path, part in model.named_modules():

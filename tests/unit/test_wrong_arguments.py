@@ -142,6 +142,9 @@ TABLE: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "stream_to": (lambda x: fsdp.stream_to(x, graded()), "None,3", r"stream_to\(put\): expected a function of"),
     "state_dict": (lambda x: fsdp.state_dict(graded(), x), "3,a text", r"state_dict\(module\): expected a module"),
     "muon": (lambda x: loose.muon(ns_coefficients=x), "None,3", r"muon\(ns_coefficients\): expected three numbers"),
+    "rename": (lambda x: fsdp.load_weights(graded(), params, rename=x), "3,a text", "rename: expected a function from"),
+    "local_mesh": (loose.local_mesh, "3,a list", r"local_mesh\(device\): expected a kind of device"),
+    "from_quantized": (loose.from_quantized, "None,3", r"from_quantized\(model\): expected a module"),
     "tile": (lambda x: loose.fp8_block(tile=x), "3,a text", r"fp8_block\(tile\): expected rows and columns"),
 }
 
