@@ -91,7 +91,10 @@ class NonfiniteError(FsdpError, FloatingPointError):
             some = "no element is, so the norm is too large for its dtype"
         where, first = f"{what}, of the rank that holds it", ""
         if not what:
-            where, first = "before the reduction", " The first named came first in that rank's backward."
+            where = "before the reduction"
+            first = (
+                " The first named came first in that rank's backward; if its loss is not finite, look in the forward."
+            )
         super().__init__(
             f"gradients are not finite {where}: {some}{' and more' if len(found) > 5 else ''}.{first} The state before "
             "the step is valid."

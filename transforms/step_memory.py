@@ -33,7 +33,8 @@ def step_memory(forward_backward: ForwardBackward[Any], state: State, *args: Any
     """Predict the peak of a step on each rank, and what it is made of. Nothing is computed, sent or allocated.
 
     Args:
-        forward_backward: of `T.forward_backward`; its model may be one of `T.remat` or `T.offload`.
+        forward_backward: of `T.forward_backward`; its model may be one of `T.remat` or `T.offload`. For `T.accumulate`:
+            what it was made of, with one microbatch.
         state: any State between steps; or an `abstract_state` one, of a mesh of any size. Of that the kernels are those
             of the GPU where there is one, else of the CPU, which keep other tensors.
         args, kwargs: a batch, as for `forward_backward`; only shapes and dtypes count.
@@ -113,7 +114,8 @@ def rehearse(
     if not isinstance(forward_backward, ForwardBackward):
         raise SpecError(
             f"{verb}: expected what T.forward_backward(model, loss_fn) gives, and got a "
-            f"{type(forward_backward).__name__}."
+            f"{type(forward_backward).__name__}. Of T.accumulate give the function that it was made of, and one "
+            "microbatch."
         )
     driver = forward_backward.driver
     if not isinstance(driver, Driver):

@@ -230,6 +230,7 @@ class Processes:
         level, forget: before ranks communicate, and after, see `level` and `forget` above.
         group: makes a communicator. watch: which of {place: process} have ended. vote: for ranks on one host.
         now: seconds. rest: waits for so many.
+        elsewhere: what to do where this thread is not the rank that it belongs to; "" where it is.
     """
 
     lanes: Any = None
@@ -240,6 +241,7 @@ class Processes:
     vote: Any = staticmethod(HostVote.of)
     now = staticmethod(time.monotonic)
     rest = staticmethod(time.sleep)
+    elsewhere = staticmethod(str)
 
     def store(self, place: str) -> Any:
         """What ranks tell each other lies there."""

@@ -48,7 +48,8 @@ def save_adapter(
 
     The state is that of a model of `get_peft_model`: its leaves of LoRA, DoRA's vectors, those of embeddings, and
     modules that are saved whole, with their buffers. The base is not written, nor gathered. For weights with the
-    adapter in them give the whole model to PEFT itself: `fsdp.as_module(model, state).merge_and_unload()`.
+    adapter in them there is `save_merged`; of adapters that it does not know, PEFT's own, of a base that is not packed:
+    `fsdp.as_module(model, state).merge_and_unload()`.
 
     Args:
         folder: appears when everything is on disk. All ranks must see it.

@@ -23,7 +23,7 @@ from .._storage.flat import FlatBuffer, whole_leaves, zeros
 from .._verbs.step import with_counts
 from .conversions import Conversions, checked
 from .manifest import as_there
-from .sources import Rename, Source, fill, opened, same_source
+from .sources import Partial, Rename, Source, fill, fill_weights, opened, same_source
 
 __all__ = ["load_optimizer_state", "load_weights", "optimizer_state"]
 
@@ -39,7 +39,7 @@ def load_weights(
     *,
     rename: Rename | None = None,
     convert: Conversions | None = None,
-    partial: bool = False,
+    partial: Partial = False,
     optimizer: bool = True,
 ) -> State:
     """A State with other weights, in a lineage of its own: leaves of global shapes in files -> shards [n / ranks].
@@ -56,7 +56,8 @@ def load_weights(
         convert: {path: what holds the leaf in the source} where that is not one leaf: parts that are `Stacked` or
             `Concatenated`, one `Transposed`, or a slice of one (`Sliced`); or its name. `conversions_of(model)` makes
             that of a Hugging Face model. Of a transposed leaf a rank reads a run for each row of the source.
-        partial: True where leaves may be missing there, which keep their values, and others may be there.
+        partial: patterns of leaves that may be missing there, which keep their values, as "*lora_*"; True: any may be,
+            and others may be there.
         optimizer: False leaves out the optimizer and its state: for evaluation. `step` then refuses.
 
     Returns:
@@ -87,12 +88,7 @@ def load_weights(
         if partial:
             for name, buffer in trees["main"].items():
                 buffer.local.copy_(state.main[name].local)
-        filled = fill(trees["main"], trees["buffers"], there, rename, cuts, partial, tied)
-        if partial and not filled:
-            raise TreeError(
-                f"load_weights: no name in {there.what} is one of the model's ({state.layout.paths[0]!r} and others), "
-                "so nothing would be loaded. Say how names differ: rename=."
-            )
+        fill_weights(trees["main"], trees["buffers"], there, rename, cuts, partial, tied)
 
     def look() -> tuple[tuple[Source, Conversions], list[Topic]]:
         cuts = checked(convert)

@@ -402,7 +402,8 @@ def fits(
             f"load: {path} was written with another optimizer: {note['optimizer']} there, {_kind(state.optimizer)} "
             f"here; {opt[0]!r} is {'there' if opt[0] in there else 'here'} only. Give the state the optimizer of the "
             "checkpoint (its numbers may be others), or begin with a new optimizer state: load(..., "
-            "allow=['optimizer'])."
+            "allow=['optimizer']). If it is what trains that differs, load it with its own Spec(trainable=), and "
+            "freeze or unfreeze then."
         )
     rest = sorted(name for name in (*other, *more) if not name.startswith("opt."))
     if rest:

@@ -240,6 +240,7 @@ def refuse_packed(verb: str, leaf: Leaf) -> None:
     if leaf.form is not None:
         raise SpecError(
             f"{verb}: the leaf {leaf.path!r} is packed by {leaf.form.codec}, which these files do not have. Save a "
-            "checkpoint, fsdp.save; of an adapter its own leaves, fsdp.save_adapter; or unpack it first: "
+            "checkpoint, fsdp.save; an adapter of PEFT alone, fsdp.save_adapter, or in its base, fsdp.save_merged; or "
+            "unpack it first: "
             f"redistribute(state, spec) with {{{leaf.path!r}: Precision(main={leaf.form.dtype})}}."
         )

@@ -6,7 +6,7 @@ a checkpoint   what `open_checkpoint` gives, of any format; a path is opened by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,17 +14,22 @@ import torch
 
 from .._axes.cuts import Cuts, whole_shape
 from .._common.calls import provide
-from .._common.errors import PATH, TreeError, expect
+from .._common.errors import PATH, SpecError, TreeError, expect
+from .._common.tree import PathIndex
 from .._runtime.agreement import Topic
 from .._storage.flat import FlatBuffer, coordinate_of, leaf_shards
 from .conversions import Conversions, checked, part_of, same_conversions
 from .pieces import Piece, blocks, pieces
 from .spans import Files, entry_values
 
-__all__ = ["Rename", "Source", "fill", "opened", "opens_paths", "renamed", "same_source", "weights_given"]
+__all__ = [
+    "Partial", "Rename", "Source", "fill", "fill_weights", "opened", "opens_paths", "renamed", "same_source",
+    "weights_given",
+]  # fmt: skip
 
 Leaves = dict[str, tuple[tuple[int, ...], torch.dtype, Cuts]]  # shape, dtype, and how it is cut, by path
 Rename = Callable[[str], str] | Mapping[str, str]
+Partial = bool | str | Sequence[str]  # which leaves may be missing: all, none, or those of patterns
 Opener = TypeVar("Opener", bound=Callable[..., "Source"])
 OPENERS: list[Callable[[Path], Source]] = []  # by what a path is opened: the reader of checkpoints registers itself
 
@@ -99,17 +104,17 @@ def same_source(source: Source, convert: Conversions) -> tuple[Source, list[Topi
     return source, [Topic(lines, TreeError, "weights in their sources", "one", remedy), same_conversions(convert)]
 
 
-Fill = Callable[[Mapping[str, FlatBuffer], Mapping[str, torch.Tensor], Mapping[str, str]], set[str]]
+Fill = Callable[[Mapping[str, FlatBuffer], Mapping[str, torch.Tensor], Mapping[str, str]], None]
 
 
 def weights_given(
-    weights: Any, convert: Conversions | None, rename: Rename | None, partial: bool
+    weights: Any, convert: Conversions | None, rename: Rename | None, partial: Partial
 ) -> tuple[Fill, list[Topic]]:
     """What `init(weights=)` was given: a function that fills main weights and buffers from there, of these and of tied
-    leaves; and what ranks compare of it. See `fill`."""
+    leaves; and what ranks compare of it. See `fill_weights`."""
     cuts = checked(convert)
     source, topics = same_source(opened(weights), cuts)
-    return lambda main, buffers, aliases: fill(main, buffers, source, rename, cuts, partial, aliases), topics
+    return lambda main, buffers, aliases: fill_weights(main, buffers, source, rename, cuts, partial, aliases), topics
 
 
 def _tensors(what: str, held: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
@@ -129,13 +134,47 @@ def renamed(path: str, rename: Rename | None, theirs: str, ours: str) -> str:
     return rename(path) if callable(rename) else (rename or {}).get(path, theirs + path.removeprefix(ours))
 
 
+def fill_weights(
+    main: Mapping[str, FlatBuffer],
+    buffers: Mapping[str, torch.Tensor],
+    source: Source,
+    rename: Rename | None,
+    convert: Conversions,
+    partial: Partial,
+    aliases: Mapping[str, str],
+) -> None:
+    """As `fill`; and TreeError where the source has none of the leaves, whatever may be missing."""
+    found = fill(main, buffers, source, rename, convert, partial, aliases)
+    if partial and not found:
+        path = next((leaf.path for buffer in main.values() for leaf in buffer.bucket.leaves), "")
+        raise TreeError(
+            f"weights: no name in {source.what} is one of the model's ({path!r} and others), so nothing would be "
+            "loaded. Say how names differ: rename=."
+        )
+
+
+def _optional(partial: Partial, paths: Sequence[str], aliases: Mapping[str, str]) -> set[str]:
+    """The paths of leaves that may be missing in a source."""
+    if isinstance(partial, bool):
+        return {*paths} if partial else set()
+    index, found = PathIndex(paths), set()
+    for pattern in [partial] if isinstance(partial, str) else partial:
+        hits = index.hits(pattern)
+        if not hits:
+            raise SpecError(
+                f"partial: the pattern {pattern!r} matches nothing. Paths look like {', '.join(paths[:4])}, ..."
+            )
+        found |= {aliases.get(paths[i], paths[i]) for i in hits}
+    return found
+
+
 def fill(
     main: Mapping[str, FlatBuffer],
     buffers: Mapping[str, torch.Tensor],
     source: Source,
     rename: Rename | None,
     convert: Conversions,
-    partial: bool,
+    partial: Partial,
     aliases: Mapping[str, str],
 ) -> set[str]:
     """Read this rank's runs of the leaves into main weights, and buffers whole. Nothing else of the source is read.
@@ -143,7 +182,8 @@ def fill(
     Args:
         rename: from a leaf's path to its name in the source, a function or a mapping of those that differ.
         convert: from a leaf's path to the leaves there that hold it, in the place of `rename`.
-        partial: whether leaves may be missing there, and others be there; what is missing stays as it is.
+        partial: True where leaves may be missing there, and others be there; or patterns of those that may be missing.
+            What is missing stays as it is.
         aliases: of further paths of tied leaves the one that holds the leaf.
 
     Returns:
@@ -151,7 +191,7 @@ def fill(
 
     Raises:
         TreeError: leaves that are missing, unexpected or of another shape, by name, before anything is read.
-        SpecError: a conversion that does not fit its leaf.
+        SpecError: a conversion that does not fit its leaf, a pattern that matches nothing.
     """
     said = "a function from a leaf's path to its name there, or {path: name}"
     expect("rename", rename, (Mapping, Callable, type(None)), said)
@@ -169,7 +209,8 @@ def fill(
         for leaf in buffer.bucket.leaves
     }
     leaves |= {path: (tuple(tensor.shape), tensor.dtype, ()) for path, tensor in buffers.items()}
-    checked(convert, None if partial else (*leaves, *aliases))
+    checked(convert, None if partial is True else (*leaves, *aliases))
+    optional = _optional(partial, (*leaves, *aliases), aliases)
     theirs, ours = ("", "") if rename or convert else source.prefix_for((*leaves, *aliases))
     wanted = {path: there(path) for path in (*leaves, *aliases)}
     found: dict[str, list[Piece]] = {}
@@ -179,7 +220,7 @@ def fill(
             chosen = found.setdefault(aliases.get(path, path), some)
             if [piece.name for piece in chosen] != [piece.name for piece in some]:
                 again.setdefault(aliases.get(path, path), []).append(some)
-    _complain(source, leaves, wanted, found, partial)
+    _complain(source, leaves, wanted, found, optional, partial is True)
     for buffer in main.values():
         for leaf, first, local in leaf_shards(buffer):
             if local.numel() and leaf.path in found and leaf.form is not None:  # all of it, to pack
@@ -220,12 +261,14 @@ def _complain(
     leaves: Leaves,
     wanted: Mapping[str, list[Piece]],
     found: Mapping[str, list[Piece]],
+    optional: set[str],
     partial: bool,
 ) -> None:
     """Raise TreeError unless what a source has is what leaves want of it."""
     tensors = source.tensors
     names = {path: dict.fromkeys(piece.name for piece in some) for path, some in wanted.items()}
-    cut = [path for path in leaves if path not in found and (not partial or any(n in tensors for n in names[path]))]
+    lost = [path for path in leaves if path not in found]
+    cut = [path for path in lost if path not in optional or any(n in tensors for n in names[path])]
     missing = [*dict.fromkeys(name for path in cut for name in names[path] if name not in tensors)]
     known = {name for some in names.values() for name in some}
     more = [] if partial else [name for name in tensors if name not in known]
@@ -249,7 +292,8 @@ def _complain(
     if said:
         raise TreeError(
             f"weights: {source.what} {'; it '.join(said)}. Give names by rename=, and by convert= leaves that files "
-            "cut otherwise; with partial=True leaves may be missing, and others be there."
+            "cut otherwise. Leaves that may be missing are named by patterns, as partial='*lora_*'; with partial=True "
+            "any may be, and others be there."
         )
 
 

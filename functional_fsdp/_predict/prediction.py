@@ -300,6 +300,11 @@ def prepared(
     model: nn.Module, loss_fn: Callable[..., Any], batch: Any, spec: Spec, optimizer: Any
 ) -> tuple[Any, State, tuple[Any, ...]]:
     """A `T.forward_backward`, an abstract state, and arguments."""
+    if not isinstance(model, nn.Module):
+        raise SpecError(
+            f"expected a module, not {getattr(model, '__name__', type(model).__name__)}. Build it where it has no "
+            "memory: with torch.device('meta')."
+        )
     state = abstract_state(abstract(model), spec, _optimizer(optimizer), buffers=_buffers(model))
     return above().forward_backward(model, loss_fn), state, batch if isinstance(batch, tuple) else (batch,)
 

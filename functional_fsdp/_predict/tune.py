@@ -210,7 +210,8 @@ def tune(
     Collective: none.
 
     Raises:
-        SpecError: neither a mesh nor a number of GPUs; nothing fits, with the least that is taken and what to do.
+        SpecError: neither a mesh nor a number of GPUs; a budget that is no number of bytes; nothing fits, with the
+        least that is taken and what to do.
 
     Example: `found = fsdp.tune(model, loss_fn, batch, gpus=64, budget=70 * 2**30)`; `print(found)`; on 64 ranks
     `state = fsdp.shard(params, found.on(mesh), optimizer)` and `T.forward_backward(found.model, loss_fn)`.
@@ -218,6 +219,8 @@ def tune(
     if (mesh is None) == (gpus is None):
         raise SpecError("tune: expected mesh={axis: ranks} or gpus=, one of them.")
     machine = Hardware.named(hardware)
+    if budget is not None and (isinstance(budget, str) or budget < 1):
+        raise SpecError(f"tune(budget={budget!r}): expected bytes, more than 0, as 70 * 2**30.")
     most = int(ROOM * machine.memory) if budget is None else budget
     asked = _Asked(
         loss_fn, batch, mesh, most, optimizer, machine, precision or Precision(compute=torch.bfloat16), units, graph,

@@ -133,7 +133,7 @@ class Agreement:
             raise CommError(
                 f"the mesh {self.sizes}: torch does not know its process groups ({error}). "
                 "dist.destroy_process_group() was called after the mesh was made, say: call it last, after what is "
-                "saved. Or make another mesh."
+                "saved. Or make another mesh. What ranks of simulate have made is used in a call: ranks(fn, state)."
             ) from error
         self.position = tuple(self.coordinate.items())
         self.size = mesh.size()
@@ -404,6 +404,8 @@ class Agreement:
     def usable(self, verb: str) -> None:
         """Raise CommError if the communicators are of no more use."""
         if not self.failed and self.size > 1 and dist.group.WORLD is not self.world:
+            if elsewhere := self.medium.elsewhere():
+                raise CommError(f"{verb}: {elsewhere}")
             self.lose(DESTROYED, tell=False)
         if self.failed:
             raise CommError(

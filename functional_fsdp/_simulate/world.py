@@ -255,6 +255,15 @@ class Medium:
     def rest(self, seconds: float) -> None:
         self.world.turns.rest(seconds)
 
+    def elsewhere(self) -> str:
+        current = self.world.turns.current
+        if current is not None and current.number == self.rank:
+            return ""
+        return (
+            f"this state is of simulated rank {self.rank}, and ranks communicate within a call only. "
+            "Give their handle to a function: ranks(fn, state)."
+        )
+
     def until_done(self, future: Any) -> None:
         if self.world.turns.current is None:  # the caller asks, when all have ended
             Future.exception(future)

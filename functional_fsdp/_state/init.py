@@ -221,7 +221,7 @@ def init(
     weights: str | os.PathLike[str] | WeightSource | Mapping[str, torch.Tensor] | None = None,
     rename: Callable[[str], str] | Mapping[str, str] | None = None,
     convert: Mapping[str, Any] | Callable[[M], Mapping[str, Any]] | None = None,
-    partial: bool = False,
+    partial: bool | str | Sequence[str] = False,
 ) -> tuple[State, M]:
     """Build a model as shards: one unit at a time is made by the module's own initialisers, sliced and dropped.
 
@@ -234,7 +234,7 @@ def init(
         weights: where their values come from in the place of the initialisers: a folder or file of any format that
             `open_checkpoint` knows, or {name: tensor}; each rank reads its runs only. See `load_weights`.
         rename, convert, partial: as for `load_weights`; `convert` may also be a function that is given the module, as
-            `conversions_of` is. With `partial` leaves that are missing there are initialised.
+            `conversions_of` is. Leaves that may be missing by `partial`, and are, are initialised.
 
     Returns:
         the State, its persistent buffers included, and the skeleton with real buffers, for `bind`.

@@ -77,6 +77,8 @@ def test_clear_errors_for_what_is_not_a_checkpoint(tmp_path: Path) -> None:
     state, model = start("zero3")
     with pytest.raises(FileNotFoundError, match="not a complete checkpoint"):
         fsdp.load(tmp_path, like=state)
+    with pytest.raises(FileNotFoundError, match="load: no folder, None, was given; latest_checkpoint gives it where"):
+        fsdp.load(fsdp.latest_checkpoint(tmp_path), like=state)  # type: ignore[arg-type]
     fsdp.save(state, tmp_path / "x")
     with pytest.raises(FileExistsError, match="exists"):
         fsdp.save(state, tmp_path / "x")
@@ -496,6 +498,11 @@ def test_numbers_of_the_optimizer_may_change_its_kind_may_not(tmp_path: Path) ->
         fsdp.load(path, like=one(fsdp.sgd()))
     with pytest.raises(fsdp.SpecError, match=r"AdamW there, Updates\(Adam\) here; .*its numbers may be others"):
         fsdp.load(path, like=one(fsdp.from_updates(Adam(True))))
+    frozen = fsdp.save(one(None, trainable={"w": False}), tmp_path / "frozen")
+    with pytest.raises(
+        fsdp.SpecError, match=r"If it is what trains that differs, load it with its own Spec\(trainable="
+    ):
+        fsdp.load(frozen, like=one(fsdp.adamw()))
     anew = fsdp.load(path, like=one(fsdp.sgd(momentum=0.5)), allow=["optimizer"])
     assert anew.opt["w"].local[:5].tolist() == [0] * 5
     assert anew.main["w"].local[:5].tolist() == [1] * 5

@@ -180,6 +180,25 @@ def test_a_deadlock_is_known_at_once_with_who_waits_for_what_and_where() -> None
     assert "rank 2 has ended" in said
 
 
+def looked(state: fsdp.State) -> float:
+    return float(fsdp.full_params(state)["a"].sum())
+
+
+def test_a_state_that_is_used_outside_of_its_ranks_is_refused_and_they_go_on() -> None:
+    def made() -> fsdp.State:
+        return fsdp.shard({"a": torch.ones(3)}, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+
+    with simulate(data=2) as ranks:
+        state = ranks(made)
+        one = state.get()[0]
+        for use in (fsdp.full_params, fsdp.unshard):
+            with pytest.raises(
+                fsdp.CommError, match=r"of simulated rank 0, .* within a call only. .*ranks\(fn, state\)"
+            ):
+                use(one)  # type: ignore[operator]
+        assert ranks(looked, state).get() == [3.0, 3.0]
+
+
 def test_an_error_names_its_rank_and_comes_from_the_ranks_own() -> None:
     with (
         simulate(data=3) as ranks,

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
 from support.torch_optimizers import ByParameter
 
 import functional_fsdp as fsdp
-from functional_fsdp import Spec, TreeError
+from functional_fsdp import Spec, SpecError, TreeError
 
 LABELS = {"*v*": "other"}
 BY_LABEL = {"other": 0.0, "default": 0.1}
@@ -148,8 +149,29 @@ def test_elements_that_are_taken_twice_count_once() -> None:
 
 def test_weights_of_which_no_name_fits_are_refused() -> None:
     state = fsdp.shard({"q": torch.ones(2)}, spec())
-    with pytest.raises(TreeError, match="load_weights: no name in the mapping is one of the model's"):
-        fsdp.load_weights(state, {"model.z": torch.zeros(2)}, partial=True)
+    none = {"model.z": torch.zeros(2)}
+    with pytest.raises(TreeError, match="weights: no name in the mapping is one of the model's"):
+        fsdp.load_weights(state, none, partial=True)
+    with pytest.raises(TreeError, match="weights: no name in the mapping is one of the model's"):
+        fsdp.init(lambda: nn.Linear(2, 2), spec(), weights=none, partial=True)
+
+
+def test_leaves_that_may_be_missing_are_named_by_patterns() -> None:
+    def make() -> nn.Module:
+        return nn.ModuleDict({"base": nn.Linear(2, 2, bias=False), "lora_A": nn.Linear(2, 1, bias=False)})
+
+    base = {"w": torch.full((2, 2), 3.0)}
+    rename = {"base.weight": "w"}
+    state, _ = fsdp.init(make, spec(), weights=base, rename=rename, partial="*lora_*", seed=1)
+    plain, _ = fsdp.init(make, spec(), seed=1)
+    assert torch.equal(fsdp.full_params(state)["base.weight"], base["w"])
+    assert torch.equal(fsdp.full_params(state)["lora_A.weight"], fsdp.full_params(plain)["lora_A.weight"])
+    state = fsdp.load_weights(plain, base, rename=rename, partial=["*lora_*"])
+    assert torch.equal(fsdp.full_params(state)["base.weight"], base["w"])
+    with pytest.raises(TreeError, match=r"lacks 'base\.weight'; it has 'w', which the model has not"):
+        fsdp.init(make, spec(), weights=base, partial="*lora_*")  # a name that is wrong is no leaf that is missing
+    with pytest.raises(SpecError, match=r"partial: the pattern '\*loar\*' matches nothing"):
+        fsdp.init(make, spec(), weights=base, rename=rename, partial="*loar*")
 
 
 def test_integers_must_fit() -> None:
