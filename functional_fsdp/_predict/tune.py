@@ -219,7 +219,7 @@ def tune(
     if (mesh is None) == (gpus is None):
         raise SpecError("tune: expected mesh={axis: ranks} or gpus=, one of them.")
     machine = Hardware.named(hardware)
-    if budget is not None and (isinstance(budget, str) or budget < 1):
+    if budget is not None and (not isinstance(budget, int) or budget < 1):
         raise SpecError(f"tune(budget={budget!r}): expected bytes, more than 0, as 70 * 2**30.")
     most = int(ROOM * machine.memory) if budget is None else budget
     asked = _Asked(

@@ -195,7 +195,7 @@ def test_a_state_that_is_used_outside_of_its_ranks_is_refused_and_they_go_on() -
             with pytest.raises(
                 fsdp.CommError, match=r"of simulated rank 0, .* within a call only. .*ranks\(fn, state\)"
             ):
-                use(one)  # type: ignore[operator]
+                use(one)
         assert ranks(looked, state).get() == [3.0, 3.0]
 
 

@@ -306,16 +306,16 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"ScheduleError: step_memory: .*second_order=True"),
     "step_memory of accumulate": (
         lambda _: T.step_memory(
-            T.accumulate(T.forward_backward(nn.Linear(4, 4), mean_square), 2), state_of(nn.Linear(4, 4)),
+            T.accumulate(T.forward_backward(nn.Linear(4, 4), mean_square), 2), state_of(nn.Linear(4, 4)),  # type: ignore[arg-type]
             torch.ones(2, 4)),
         r"SpecError: step_memory: .*Of T\.accumulate give the function that it was made of, and one microbatch"),
-    "predict: a class": (lambda _: fsdp.predict(Mixes, mean_square, torch.ones(2, 4), fsdp.Spec({"data": 2})),
+    "predict: a class": (lambda _: fsdp.predict(Mixes, mean_square, torch.ones(2, 4), fsdp.Spec({"data": 2})),  # type: ignore[arg-type]
         "SpecError: expected a module, not Mixes. Build it where it has no memory"),
     "tune: a budget in words": (
-        lambda _: fsdp.tune(nn.Linear(4, 4), mean_square, torch.ones(2, 4), gpus=2, budget="80GB"),
+        lambda _: fsdp.tune(nn.Linear(4, 4), mean_square, torch.ones(2, 4), gpus=2, budget="80GB"),  # type: ignore[arg-type]
         r"SpecError: tune\(budget='80GB'\): expected bytes, more than 0, as 70 \* 2"),
     "tune: a share of memory": (
-        lambda _: fsdp.tune(nn.Linear(4, 4), mean_square, torch.ones(2, 4), gpus=2, budget=0.8),
+        lambda _: fsdp.tune(nn.Linear(4, 4), mean_square, torch.ones(2, 4), gpus=2, budget=0.8),  # type: ignore[arg-type]
         r"SpecError: tune\(budget=0\.8\): expected bytes, more than 0"),
     "save_safetensors: a dtype of no file": (
         lambda folder: fsdp.save_safetensors(
