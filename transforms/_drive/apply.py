@@ -21,8 +21,6 @@ from .placeholders import values
 from .settings import Settings
 from .traced_driver import graph_for, traced
 
-__all__ = ["Forward", "apply"]
-
 Out = TypeVar("Out")  # what a function of a model returns
 
 

@@ -32,12 +32,8 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, PackedWeight, Spec, SpecError, State
-from functional_fsdp._seams import changed, objects, refuse_meta, spoilt, torch_private
+from functional_fsdp._seams import changed, objects, refuse_meta, torch_private
 from functional_fsdp.extend import all_reduce, bytes_of, every_buffer, lineage_of, ranks_of
-
-__all__ = [
-    "Buffers", "Rule", "WriteWatch", "changed", "clear", "place", "shared_axes", "spoilt", "version", "written",
-]  # fmt: skip
 
 
 def clear(module: nn.Module, held: dict[str, Any], name: str) -> None:

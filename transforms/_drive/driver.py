@@ -22,20 +22,18 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, ScheduleError, State, reduce, release, unshard
-from functional_fsdp._seams import Collision, by_rules, foreign_tracer, torch_private
+from functional_fsdp._seams import Collision, by_rules, changed, foreign_tracer, spoilt, torch_private
 from functional_fsdp.extend import Session, lineage_of, refuse, skeleton_of
 
 from .._compile.compile_units import Compiler, Options, refuse_around
 from .._compile.startup import waiting
 from .._modules.unit_modules import Leaf, each_once, find_unit_modules, leaves_of, order_of, slots_of
 from .._uses import USES, Uses
-from .buffers import changed, clear, spoilt
+from .buffers import clear
 from .levels import Levels, outside_levels
 from .placeholders import Places, note_place, precisions
 from .unit_calls import Slot, UnitCall
 from .unit_uses import Gradients, Start, UnitUse, Weights, no_output, refuse_transform, traced_by
-
-__all__ = ["Driver", "NoSession", "Tensors", "caller", "eager_only", "refuse_nesting"]
 
 Units = Set[str]
 Tensors = Sequence[torch.Tensor]
@@ -117,7 +115,7 @@ class Driver:
 
     def _clear(self) -> None:
         self.weights: dict[str, dict[str, torch.Tensor]] = {}  # of the units that are gathered
-        self.again: dict[str, set[bool]] = {}  # units that a recomputation had: off the plan, or by it, or both
+        self.recomputed: dict[str, set[bool]] = {}  # units that a recomputation had: off the plan, by it, or both
         self.alone: set[Leaf] = set()  # weights that were used outside their unit modules
         self.stack: list[UnitCall] = []  # unit modules that are being called, outermost first
         self.calls: list[UnitUse] = []  # of this forward
@@ -192,7 +190,8 @@ class Driver:
         if trains:
             state = session.begin(state)  # gradients may have waited for this
         self.debug = state.spec.schedule.debug
-        self.uses.begin(not state.grads and lineage_of(state).keeps_gradients)
+        if self.device in USES:
+            self.uses.begin(not state.grads and lineage_of(state).keeps_gradients)
         try:
             self.caller, self.state, self.session, self.trains_now = caller(), state, session, trains
             self.watcher = session.watcher
@@ -294,16 +293,16 @@ class Driver:
         assert call.unit_call is not None
         if not self.session.fallback:  # all of the step's uses lie where the plan has them
             return
-        if self.again or not all(map(is_, self.tensors(call.unit_call.leaves), call.lent)):
+        if self.recomputed or not all(map(is_, self.tensors(call.unit_call.leaves), call.lent)):
             there = self.session.off_plan(call.unit_call.units)
             for unit in call.unit_call.units:
-                for elsewhere in {unit in call.off_plan, *self.again.get(unit, ())} - {unit in there}:
+                for elsewhere in {unit in call.off_plan, *self.recomputed.get(unit, ())} - {unit in there}:
                     call.bring(unit, elsewhere)
 
-    def had_again(self, units: Sequence[str], off_plan: Units) -> None:
+    def note_recomputed(self, units: Sequence[str], off_plan: Units) -> None:
         """A recomputation has these units, some of them off the plan: what it saves lies there."""
         for unit in units:
-            self.again.setdefault(unit, set()).add(unit in off_plan)
+            self.recomputed.setdefault(unit, set()).add(unit in off_plan)
 
     @property
     def busy(self) -> list[Any]:
@@ -354,7 +353,7 @@ class Driver:
             return weight.detach().clone()
         call = UnitUse(self, None, self.positions([leaf]))
         (through,) = Weights.apply(self.places.token, call, *(self.spread([weight]) if self.samples else [weight]))
-        if not call.again:
+        if not call.in_backward:
             call.node = through.grad_fn
             self.calls.append(call)
         copied: torch.Tensor = through.clone()
@@ -398,19 +397,14 @@ class Driver:
         self.differentiating = True
         if self.trains_now:
             self.session.turn(self.state, last)
-        grads = self.back(loss, scale, inputs)
-        self.end_others(())  # the last of a frozen unit: no gradient of its weights ends it
-        if self.trains_now:
-            self.session.all_done(self.state)
-        return grads
-
-    def back(self, loss: torch.Tensor, scale: torch.Tensor, inputs: Tensors) -> Gradients:
-        """Through autograd's graph."""
         with torch.enable_grad():  # the caller may have turned it off
             start = Start.apply(self, loss)
         on_this_thread = torch.autograd.set_multithreading_enabled(False)  # as everything that this drives
         with on_this_thread, torch_private.parametrized_anew():  # for what is recomputed
             grads = torch_private.gradients(start, scale, (self.places.token, *inputs))
+        self.end_others(())  # the last of a frozen unit: no gradient of its weights ends it
+        if self.trains_now:
+            self.session.all_done(self.state)
         return [*grads[1:]]
 
     def begin(self) -> None:

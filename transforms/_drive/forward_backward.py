@@ -25,8 +25,6 @@ from .settings import Settings
 from .traced_driver import graph_for, traced
 from .unit_uses import Gradients
 
-__all__ = ["ForwardBackward", "forward_backward"]
-
 pytree = torch_private.pytree
 Out = TypeVar("Out")  # what a loss function returns
 Reduce = Callable[..., State]

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from functional_fsdp import FlatBuffer, ScheduleError, SpecError, State, TreeError
 from functional_fsdp._seams import expect, torch_private
@@ -34,7 +36,6 @@ from .._modules.unit_modules import Leaf
 from ..norms import Buffers, check_tree
 from .apply import apply
 from .driver import eager_only
-from .embeddings import PaddedEmbeddings
 from .forward_backward import forward_backward
 from .levels import outside_levels
 from .placeholders import WeightPlaceholder, values
@@ -42,8 +43,6 @@ from .unit_uses import Gradients, no_output
 
 if TYPE_CHECKING:
     from .driver import Driver
-
-__all__ = ["Primals", "Samples", "each_in", "jvp", "linearize", "moved", "pullback", "vmap"]
 
 
 def moved(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
@@ -291,6 +290,51 @@ def each_in(driver: Driver, members: Members) -> Iterator[None]:
     """Within, inside of a vmap, the model computes with the weights of each member, or sample."""
     with driver.levels.lifting(members, driver.weights), PaddedEmbeddings():
         yield
+
+
+class PaddedEmbeddings(TorchFunctionMode):
+    """Within, `F.embedding` gives its row at `padding_idx` no gradient, whatever is batched: torch's vmap forgets
+    `padding_idx` where weights and indices are both batched (torch 2.13)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return _padded(out, *args, **(kwargs or {})) if func is F.embedding else out
+
+
+def _padded(
+    out: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, *_: Any, **__: Any
+) -> torch.Tensor:
+    if padding_idx is None:
+        return out
+    found: torch.Tensor = WithoutGradient.apply(out, (input == padding_idx % weight.size(0)).unsqueeze(-1))
+    return found
+
+
+class WithoutGradient(torch.autograd.Function):
+    """A tensor [..., n] as it is, whose gradient is zero where `which` [..., 1] says. It moves as it does."""
+
+    @staticmethod
+    def forward(t: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+        return t.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad.masked_fill(ctx.saved_tensors[0], 0), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
+        return tangent.clone()
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, t: torch.Tensor, which: torch.Tensor) -> Any:
+        if dims[0] is None:
+            t = t.expand(info.batch_size, *t.shape)
+        first = [one if dim is None else one.movedim(dim, 0) for one, dim in ((t, dims[0] or 0), (which, dims[1]))]
+        return WithoutGradient.apply(*first), 0
 
 
 class Primals(Members):

@@ -22,15 +22,13 @@ import torch
 from functional_fsdp import PackedWeight, ScheduleError
 from functional_fsdp._seams import torch_private
 
-from .._modules.unit_modules import Leaf, map_tensors
+from .._modules.unit_modules import Leaf, map_tensors, tensors_in
 from .placeholders import WeightPlaceholder
 from .unit_uses import Gradients, Trained, UnitUse, no_output, refuse_second_order
 
 if TYPE_CHECKING:
     from .driver import Driver
     from .unit_calls import UnitCall
-
-__all__ = ["Visit", "entered", "leave_passages", "outside_levels"]
 
 
 @contextmanager
@@ -140,7 +138,7 @@ class Visit(UnitUse):
             driver.gather(unit_call.units, [*driver.busy, *visit.parents], self.off_plan)
             driver.regathered(visit)
         driver.levels.inner.append(visit)
-        if not visit.again:
+        if not visit.in_backward:
             driver.calls.append(visit)
         return visit
 
@@ -202,7 +200,7 @@ def entered(unit_call: Any, function: Callable[..., Any], args: Any, kwargs: Any
     if driver.levels.lifts:
         use.tensors[:] = driver.levels.lift(use.tensors, unit_call.leaves)
     unit_call.form(use.tensors)
-    given = [Given(t) for t in each_tensor((args, kwargs))]
+    given = [Input(t) for t in tensors_in((args, kwargs)) if t.is_floating_point() or t.is_complex()]
     if isinstance(use, Visit) and differentiates:
         args, kwargs = enter_inputs(use, given, args, kwargs)
     out = unit_call.run_with(use, function, args, kwargs)
@@ -215,8 +213,8 @@ def leave_passages(driver: Driver) -> None:
         driver.levels.leave()
 
 
-class Given:
-    """A tensor that a unit module is given: as it came, and as it went in."""
+class Input:
+    """A tensor that a unit module is given and that can be differentiated: as it came, and as it went in."""
 
     def __init__(self, t: torch.Tensor) -> None:
         self.came = self.went = t
@@ -237,20 +235,7 @@ def at_this_level(t: torch.Tensor | None) -> torch.Tensor | None:
     return t
 
 
-def each_tensor(tree: Any) -> list[torch.Tensor]:
-    """The tensors in arguments that can be differentiated."""
-    found: list[torch.Tensor] = []
-
-    def look(t: torch.Tensor) -> torch.Tensor:
-        if t.is_floating_point() or t.is_complex():
-            found.append(t)
-        return t
-
-    map_tensors(look, tree)
-    return found
-
-
-def enter_inputs(visit: Visit, given: list[Given], args: Any, kwargs: Any) -> tuple[Any, Any]:
+def enter_inputs(visit: Visit, given: list[Input], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments through `Entry`, for levels that differentiate by them."""
     levelled = {id(one.came): one for one in given if one.came is not one.base}
     if not levelled:
@@ -266,7 +251,7 @@ def enter_inputs(visit: Visit, given: list[Given], args: Any, kwargs: Any) -> tu
     return map_tensors(new, args), map_tensors(new, kwargs)
 
 
-def leave(visit: Visit | None, unit_call: Any, storages: list[int], given: list[Given], out: Any) -> Any:
+def leave(visit: Visit | None, unit_call: Any, storages: list[int], given: list[Input], out: Any) -> Any:
     """What a unit module returns: copied where it is a weight itself, and through `Exit`. An input that it returns
     stays that input."""
     driver, path = unit_call.driver, unit_call.unit_module.path
@@ -335,14 +320,13 @@ class Exit(Boundary):
 
     @staticmethod
     def forward(visit: Visit, *tensors: Any) -> tuple[torch.Tensor, ...]:
-        return *Boundary.forward(visit, *tensors[1:]), torch.zeros(
-            (), device="cpu"
-        )  # the first one is the anchor before
+        passed = tensors[1:]  # the first one is the anchor before
+        return *Boundary.forward(visit, *passed), torch.zeros((), device="cpu")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         Boundary.setup_context(ctx, inputs, output)
-        if not ctx.in_level and not ctx.visit.again:
+        if not ctx.in_level and not ctx.visit.in_backward:
             ctx.visit.call.outs.append(ctx)
 
     @staticmethod
@@ -369,7 +353,7 @@ class Entry(Boundary):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         visit = ctx.visit
         if not ctx.in_level:
-            if not visit.again and visit not in visit.driver.active:
+            if not visit.in_backward and visit not in visit.driver.active:
                 raise no_output(visit.unit_call)
             return None, *grads
         passage = visit.passage

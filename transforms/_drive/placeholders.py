@@ -6,7 +6,7 @@ Shape, dtype and device are the weight's. Used in an operation outside its unit 
 An `autograd.Function` takes the placeholder itself for its input: torch asks no tensor's class about it. So a
 placeholder of a weight that trains hangs in a graph of its own, made once, and its gradient arrives there:
 
-    token ──▶ Origin ──▶ one `Given` for each unit ──▶ placeholders ──▶ a Function, in some forward
+    token ──▶ Origin ──▶ `Placeholders` of each unit ──▶ placeholders ──▶ a Function, in some forward
 
 Inputs of unit modules: their dtype beside that of the weights.
 
@@ -17,27 +17,23 @@ alone, and where torch then refuses to compute, the error says which module, whi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
 
 from functional_fsdp import FsdpError, SpecError, State
-from functional_fsdp._seams import local_part, torch_private
+from functional_fsdp._seams import changed, local_part, torch_private
 from functional_fsdp.extend import Placeholder
 
-from .._modules.unit_modules import Leaf, UnitModule, map_tensors
-from .buffers import changed, version
+from .._modules.unit_modules import Leaf, UnitModule, map_tensors, tensors_in
+from .buffers import version
 from .unit_uses import Gradients, refuse_inner_gradient, refuse_second_order
 
 if TYPE_CHECKING:
     from .driver import Driver
 
-__all__ = [
-    "Places", "WeightPlaceholder", "cast_inputs", "check_dtypes", "dtypes_of", "precisions", "refuse_buffers",
-    "refuse_dtypes", "values",
-]  # fmt: skip
 
 Precisions = dict[str, tuple[torch.dtype, bool]]
 
@@ -77,60 +73,28 @@ def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
     return map_tensors(cast, args), map_tensors(cast, kwargs)
 
 
-def refuse_dtypes(error: RuntimeError, given: Iterable[Any], dtypes: tuple[torch.dtype, ...], where: str) -> None:
-    """Raise what a RuntimeError means if it comes from inputs of another floating dtype than the weights have."""
-    if isinstance(error, FsdpError) or not any(word in str(error) for word in SAID) or not dtypes:
+def refuse_dtypes(
+    error: Exception, given: Any, dtypes: tuple[torch.dtype, ...], where: str, module: nn.Module | None = None,
+    path: str = "",
+) -> None:  # fmt: skip
+    """Raise what an error means if it comes from inputs, or buffers of the module at this path, of another floating
+    dtype than the weights have.
+
+    Raises:
+        SpecError: it does.
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, FsdpError) or not dtypes:
         return
-    others: list[torch.dtype] = []
-
-    def look(t: torch.Tensor) -> torch.Tensor:
-        if t.is_floating_point() and t.dtype not in dtypes:
-            others.append(t.dtype)
-        return t
-
-    for one in given:
-        map_tensors(look, one)
+    if not any(word in str(error) for word in SAID):
+        return
+    others = [t.dtype for t in tensors_in(given) if t.is_floating_point() and t.dtype not in dtypes]
     if others:
         raise SpecError(
             f"{where} computes in {' and '.join(map(_name, dtypes))} and was given {_name(others[0])}. Cast the batch, "
             f"as x.to({dtypes[0]}); or have the floating inputs of modules cast: Precision(compute={dtypes[0]}, "
             "inputs=True)."
         ) from error
-
-
-def note_module(error: Exception, path: str, given: Iterable[Any]) -> None:
-    """Have an error of a module's own code say in which unit it was raised, and what that was called with.
-
-    The innermost unit is named.
-    """
-    tensors: list[str] = []
-
-    def look(t: torch.Tensor) -> torch.Tensor:
-        tensors.append(f"{_name(t.dtype)} {[*t.shape]}")
-        return t
-
-    for one in given:
-        map_tensors(look, one)
-    where = f"the module {path!r}" if path else "the model itself"
-    note_place(error, f"In {where}, called with {', '.join(tensors) or 'no tensors'}.")
-
-
-def note_place(error: Exception, where: str) -> None:
-    """Have an error say where it was raised, if nothing does. Errors of this package say it by themselves; Python 3.10
-    has no notes."""
-    if not isinstance(error, FsdpError) and not getattr(error, "__notes__", None) and hasattr(error, "add_note"):
-        error.add_note(where)
-
-
-def refuse_buffers(error: RuntimeError, module: nn.Module, dtypes: tuple[torch.dtype, ...], path: str) -> None:
-    """Raise what a RuntimeError means if it comes from a buffer of another floating dtype than the weights have.
-
-    Raises:
-        SpecError: it does.
-    """
-    if isinstance(error, FsdpError) or not any(word in str(error) for word in SAID) or not dtypes:
-        return
-    for name, buffer in module.named_buffers():
+    for name, buffer in module.named_buffers() if module is not None else ():
         if buffer.is_floating_point() and buffer.dtype not in dtypes:
             part = ".".join(filter(None, (path, name.rpartition(".")[0], "*")))
             raise SpecError(
@@ -140,6 +104,23 @@ def refuse_buffers(error: RuntimeError, module: nn.Module, dtypes: tuple[torch.d
                 f"'*': Precision(compute={dtypes[0]})}}), which takes inputs in {_name(buffer.dtype)}; or cast it in "
                 f"the forward. torch says: {str(error).splitlines()[0]}"
             ) from error
+
+
+def note_module(error: Exception, path: str, given: Any) -> None:
+    """Have an error of a module's own code say in which unit it was raised, and what that was called with.
+
+    The innermost unit is named.
+    """
+    tensors = [f"{_name(t.dtype)} {[*t.shape]}" for t in tensors_in(given)]
+    where = f"the module {path!r}" if path else "the model itself"
+    note_place(error, f"In {where}, called with {', '.join(tensors) or 'no tensors'}.")
+
+
+def note_place(error: Exception, where: str) -> None:
+    """Have an error say where it was raised, if nothing does. Errors of this package say it by themselves; Python 3.10
+    has no notes."""
+    if not isinstance(error, FsdpError) and not getattr(error, "__notes__", None) and hasattr(error, "add_note"):
+        error.add_note(where)
 
 
 def check_dtypes(func: Any, args: Any) -> None:
@@ -263,7 +244,7 @@ class Places:
         self.origin = origins[0].grad_fn if origins else None
         for (unit, paths), origin in zip(trained.items(), origins, strict=True):
             keys = [driver.keys[unit].index(wanted[path][0][1]) for path in paths]
-            found = Given.apply(origin, weakref.ref(driver), unit, keys, [wanted[path][1:3] for path in paths])
+            found = Placeholders.apply(origin, weakref.ref(driver), unit, keys, [wanted[path][1:3] for path in paths])
             with torch_private.NoTorchFunction():
                 self.nodes[unit] = found[0].grad_fn
             self.at.update(zip(paths, found, strict=True))
@@ -289,8 +270,8 @@ class Origin(torch.autograd.Function):
         return None, None
 
 
-class Given(torch.autograd.Function):
-    """The placeholders of one unit. Its backward has the gradients of weights that Functions were given."""
+class Placeholders(torch.autograd.Function):
+    """Makes the placeholders of one unit. Its backward has the gradients of weights that Functions were given."""
 
     @staticmethod
     def forward(ctx: Any, origin: torch.Tensor, driver: Any, unit: str, keys: list[int], like: list[Any]) -> Any:

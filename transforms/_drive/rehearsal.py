@@ -37,8 +37,6 @@ from .driver import Driver, NoSession
 from .forward_backward import ForwardBackward
 from .unit_uses import Gradients
 
-__all__ = ["Alive", "ImaginedKernels", "Lap", "Rehearsal", "clocked", "moves", "weights_of"]
-
 BLOCK = 512  # bytes: what GPUs' allocators round up to
 
 

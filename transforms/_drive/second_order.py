@@ -19,16 +19,14 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, ScheduleError, SpecError, State, reduce, unshard
-from functional_fsdp._seams import torch_private
+from functional_fsdp._seams import changed, spoilt, torch_private
 from functional_fsdp.extend import Session, ranks_of, skeleton_of
 
 from .._modules.unit_modules import find_unit_modules, slots_of
-from .buffers import WriteWatch, changed, clear, spoilt, version
+from .buffers import WriteWatch, clear, version
 from .driver import Tensors, caller, refuse_nesting
 from .placeholders import precisions
 from .unit_uses import Gradients
-
-__all__ = ["Whole"]
 
 
 class Whole:

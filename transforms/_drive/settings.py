@@ -32,8 +32,6 @@ from functional_fsdp.extend import Placeholder
 
 from .buffers import version
 
-__all__ = ["Settings"]
-
 PLAIN = (Number, str, bytes, range, enum.Enum, torch.dtype, torch.device, FunctionType, objects.Cache, type)
 TABLES = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 TORCHS = frozenset(vars(nn.Module()))  # attributes of every module

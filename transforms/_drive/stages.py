@@ -20,8 +20,6 @@ import torch.nn as nn
 from functional_fsdp import ScheduleError, SpecError, State, TreeError, release, unshard
 from functional_fsdp._seams import torch_private
 
-__all__ = ["Key", "Stage", "Stages", "check_given", "check_loss", "dims", "rows"]
-
 Key = str | tuple[str, ...]
 Weights = dict[str, dict[str, torch.Tensor]]  # by unit and key
 

@@ -26,8 +26,6 @@ from .placeholders import check_dtypes
 from .settings import Settings
 from .unit_uses import UnitUse
 
-__all__ = ["Twin", "graph_for", "traced"]
-
 
 class TracedDriver(Driver):
     """A driver whose verbs are operations of a graph."""

@@ -18,19 +18,18 @@ import torch.nn as nn
 import torch.nn.modules.module as GLOBAL
 
 from functional_fsdp import PackedWeight, ScheduleError
-from functional_fsdp._seams import local_part, ranges, torch_private
+from functional_fsdp._seams import changed, local_part, ranges, torch_private
 
 from .._compile.compile_units import Compiled, Compiler, own_class
 from .._modules.unit_modules import Leaf, UnitModule, map_tensors, once_a_class, subclass
 from . import levels
-from .buffers import WriteWatch, changed, clear, place, version
-from .placeholders import WeightPlaceholder, cast_inputs, dtypes_of, note_module, refuse_buffers, refuse_dtypes
+from .buffers import WriteWatch, clear, place, version
+from .placeholders import WeightPlaceholder, cast_inputs, dtypes_of, note_module, refuse_dtypes
 from .unit_uses import Inputs, Outputs, UnitUse, Weights, no_output, traced_by
 
 if TYPE_CHECKING:
     from .driver import Driver
 
-__all__ = ["Slot", "UnitCall", "entered"]
 
 forward_ad = torch_private.forward_ad
 
@@ -228,7 +227,7 @@ class UnitCall:
             return _out(self.run_with(use, function, args, kwargs), use)
         finally:
             self.use, use.given = None, {}
-            if use.again:  # the driver does not know it, and its node and its weights hold each other
+            if use.in_backward:  # the driver does not know it, and its node and its weights hold each other
                 use.clear()
 
     def lend(self, use: UnitUse, keep: Sequence[UnitCall]) -> None:
@@ -244,7 +243,7 @@ class UnitCall:
         if self.rebound:
             self.rebind(tensors, use.lent)
         if driver.backward:
-            driver.had_again(self.units, off_plan)
+            driver.note_recomputed(self.units, off_plan)
         if not use.records:
             return
         if use.trained:
@@ -255,7 +254,7 @@ class UnitCall:
                     tensors[i] = tensor
             else:
                 tensors[:] = through
-        if not use.again:
+        if not use.in_backward:
             driver.calls.append(use)
             use.node = tensors[self.trained[0]].grad_fn if use.trained else None
 
@@ -268,20 +267,15 @@ class UnitCall:
             watch = not self.watched and not driver.backward
             out = self.watch(use, function, args, kwargs) if watch else self.run(function, args, kwargs)
             self.check(use)
-        except Exception as error:
-            self.explain(error, (args, kwargs))
+        except Exception as error:  # say what it means, or where it was raised
+            path = self.path
+            refuse_dtypes(error, (args, kwargs), self.dtypes, f"the module {path!r}", self.module, path)
+            note_module(error, path, (args, kwargs))
             raise
         finally:
             driver.stack.pop()
             self.take()
         return out
-
-    def explain(self, error: Exception, given: Any) -> None:
-        """Have an error of the module's own code say what it means, or where it was raised."""
-        if isinstance(error, RuntimeError):
-            refuse_dtypes(error, given, self.dtypes, f"the module {self.unit_module.path!r}")
-            refuse_buffers(error, self.module, self.dtypes, self.unit_module.path)
-        note_module(error, self.unit_module.path, given)
 
     def rebind(self, tensors: list[torch.Tensor], lent: Sequence[torch.Tensor]) -> None:
         """Weights that their module has point to a copy of its own: the same bytes, another version counter."""
@@ -293,7 +287,7 @@ class UnitCall:
         """A recomputation calls it within its own backward, with the weights that this has."""
         for call in self.driver.active:
             if call.unit_call is self:
-                self.driver.had_again(self.units, call.off_plan)
+                self.driver.note_recomputed(self.units, call.off_plan)
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The module's own code, compiled if so wished; its weights are in it."""
@@ -343,7 +337,7 @@ def _out(out: Any, use: UnitUse) -> Any:
     if not found:
         return out
     through = Outputs.apply(use, *found)
-    if not use.again:
+    if not use.in_backward:
         use.outs.append(through[0].grad_fn)
     if given or len(found) > 1:
         places = [t.untyped_storage()._cdata for t in found]

@@ -23,18 +23,6 @@ if TYPE_CHECKING:
     from .driver import Driver
     from .unit_calls import UnitCall
 
-__all__ = [
-    "Gradients",
-    "Outputs",
-    "Start",
-    "UnitUse",
-    "Weights",
-    "no_output",
-    "refuse_inner_gradient",
-    "refuse_second_order",
-    "refuse_transform",
-    "traced_by",
-]
 
 Gradients = list[torch.Tensor | None]
 Trained = Mapping[str, Sequence[tuple[int, int]]]
@@ -54,13 +42,13 @@ class UnitUse:
         records: whether a graph records it.
 
     Attributes:
-        again: it is a call that the backward makes. Activation checkpointing only looks at what it saves. Gradients
-            through it would find the bytes of other units.
+        in_backward: it is a call that the backward makes. Activation checkpointing only looks at what it saves.
+            Gradients through it would find the bytes of other units.
     """
 
     def __init__(self, driver: Driver, unit_call: UnitCall | None, trained: Trained, records: bool = True) -> None:
         self.driver, self.unit_call, self.trained, self.records = driver, unit_call, trained, records
-        self.again = driver.backward
+        self.in_backward = driver.backward
         self.parents = list(driver.stack)
         self.given: Inputs = {}
         self.lent: tuple[torch.Tensor, ...] = ()  # the unit call's weights, as they were gathered
@@ -83,7 +71,7 @@ class UnitUse:
         """The backward comes to this call, with gradients of its outputs: its weights are needed again."""
         driver, unit_call = self.driver, self.unit_call
         assert unit_call is not None
-        if self.again or not driver.backward:  # else by the step's own backward, of calls of its forward
+        if self.in_backward or not driver.backward:  # else by the step's own backward, of calls of its forward
             refuse_inner_gradient()
         if self in driver.active:
             return grads
@@ -163,7 +151,7 @@ class UnitUse:
     def gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
         """All gradients of this call's weights are there."""
         driver = self.driver
-        if self.again or not driver.backward:
+        if self.in_backward or not driver.backward:
             refuse_inner_gradient()
         if self.unit_call is not None:
             self.end()

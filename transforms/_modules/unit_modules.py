@@ -248,3 +248,8 @@ def each_leaf(value: Any) -> Iterator[Any]:
             yield from each_leaf(getattr(value, field.name, None))
     else:
         yield value
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors to which `map_tensors` applies its function."""
+    return [leaf for leaf in each_leaf(value) if isinstance(leaf, torch.Tensor)]
