@@ -43,7 +43,7 @@ from .staging import Values
 
 class Progress:
     """Where the program of one lineage stands: the plan that it follows, the position in it, and what is known of the
-    order of use. `move` says what follows from an event, and changes nothing; with `make` the event happens.
+    order of use. `position[event]` says what follows from an event, and changes nothing; with `make` the event happens.
 
     Attributes:
         plan: the one that is followed; positions: its automaton; position: where the program stands in it.
@@ -70,15 +70,6 @@ class Progress:
     @property
     def cursor(self) -> Cursor:
         return self.position.cursor
-
-    def move(self, kind: str, units: tuple[str, ...] = ()) -> Move:
-        """What follows from an event. Changes nothing.
-
-        Raises:
-            ScheduleError: as `advance`.
-        """
-        known = self.position.moves.get((kind, units))  # nearly always
-        return known or self.positions.move(self.position, (kind, units))
 
     def make(self, move: Move) -> tuple[Action, ...]:
         """The event happens. Returns what is to be done, in order."""
@@ -216,7 +207,7 @@ class Executor:
     def reduce_tree(self, state: Stored, total: Mapping[str, torch.Tensor], last: bool) -> None:
         """The gradients of a whole tree, by path: a round of its own, in the same order on every rank."""
         layout, reductions = self.progress.layout, self.reductions
-        self._carry_out(state, self.progress.make(self.progress.move("round")))
+        self._carry_out(state, self.progress.make(self.progress.position["round", ()]))
         in_turn = dict.fromkeys(reduction.unit for reduction in self.progress.plan.reductions)
         for name in [*in_turn, *(unit.name for unit in reversed(layout.units) if unit.name not in in_turn)]:
             unit = layout.by_name[name]
@@ -224,7 +215,7 @@ class Executor:
                 reductions.given.note(name, sum(1 << i for i, path in enumerate(unit.paths) if path in total))
                 values = [total.get(path) for path in unit.paths]
                 self.reduce(state, name, values, last, reductions.plan_reduce(name, " tree"), agreed=True)
-        self._carry_out(state, self.progress.make(self.progress.move("round")))
+        self._carry_out(state, self.progress.make(self.progress.position["round", ()]))
 
     def release(self, state: Stored, names: Sequence[str], move: Move) -> None:
         """Units are released: a mark on compute, and gathers that waited for their bytes."""
@@ -242,7 +233,7 @@ class Executor:
             self.share()
         if state.grads is not self.sink.grads:
             self.sink.set_gradients(state.grads)
-        if actions := self.progress.make(self.progress.move(kind)):
+        if actions := self.progress.make(self.progress.position[kind, ()]):
             self._carry_out(state, actions)
 
     def _carry_out(self, state: Stored, actions: Sequence[Action]) -> None:
@@ -302,7 +293,7 @@ class Executor:
         kinds = ["peer gathers"] * ("gather" in awaited) + ["peer reduces"] * reduces
         moved = False
         for kind in kinds:
-            actions = self.progress.make(self.progress.move(kind))
+            actions = self.progress.make(self.progress.position[kind, ()])
             self._carry_out(state, actions)
             moved |= bool(actions)
         return moved

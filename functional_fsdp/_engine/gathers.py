@@ -133,8 +133,7 @@ class Gathers:
                 return progress.position, ()
         if self.copied and any(self.copied.lie_over(progress.plan, name) for name in names):
             return self.off_plan(names)
-        known = progress.position.moves.get(("unshard", names))  # nearly always: `Progress.move`, without a call
-        return known or progress.move("unshard", names)
+        return progress.position["unshard", names]
 
     def off_plan(self, names: Sequence[str]) -> Move:
         """What follows where units are asked for, and this is no use of the plan, even if it expects one."""
@@ -258,7 +257,7 @@ class Gathers:
                     self.written.append(name)
         if progress.position.cursor.agreed:
             return progress.position, tuple([("free", name) for name in names])
-        return progress.position.moves.get(("release", names)) or progress.move("release", names)
+        return progress.position["release", names]
 
     def release(self, names: Sequence[str], actions: Sequence[Action]) -> None:
         """Units are released, with these actions: a mark on compute, behind which their bytes are free."""

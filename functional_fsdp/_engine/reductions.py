@@ -78,8 +78,7 @@ class Reductions:
 
     def plan_reduce(self, unit: str, of: str = "") -> Move:
         """What follows where a gradient of this unit comes, perhaps of a " tree". Changes nothing."""
-        event = ("empty" if unit in self.hollow else "reduce") + of, (unit,)
-        return self.progress.position.moves.get(event) or self.progress.move(*event)
+        return self.progress.position[("empty" if unit in self.hollow else "reduce") + of, (unit,)]
 
     def compare_equal(self) -> None:
         """In debug mode, at the first step: gradients that are to be equal along axes of the model's own are.

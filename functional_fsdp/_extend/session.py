@@ -270,7 +270,7 @@ class Session:
         progress = self._executor.progress
         self._executor.reductions.skipped.add(unit)
         if not progress.recording:
-            progress.make(progress.move("skip", (unit,)))
+            progress.make(progress.position["skip", (unit,)])
         return not progress.recording
 
     def await_gradient(self, unit: str) -> None:
@@ -278,7 +278,7 @@ class Session:
         forward gathered it: what the gradient is computed from needs none of its weights."""
         progress = self._executor.progress
         if not progress.recording:
-            progress.make(progress.move("await", (unit,)))
+            progress.make(progress.position["await", (unit,)])
 
     def all_done(self, state: State) -> None:
         """This rank has come to all that it uses in the backward. Others may need it, while the order is a guess."""

@@ -644,17 +644,27 @@ _EVENTS: dict[str, Any] = {
 OTHERS = 4096  # positions beside the nominal path that are remembered
 
 
-class Position:
-    """A cursor, and the moves from it that were worked out."""
-
-    __slots__ = ("cursor", "moves")
-
-    def __init__(self, cursor: Cursor) -> None:
-        self.cursor = cursor
-        self.moves: dict[Event, Move] = {}
+Move = tuple["Position", tuple[Action, ...]]  # where an event leads, and what is to be done
 
 
-Move = tuple[Position, tuple[Action, ...]]  # where an event leads, and what is to be done
+class Position(dict[Event, Move]):
+    """Where a program stands: a cursor, and by event the move from it, which is worked out when it is first asked for.
+
+    `position["release", ("a",)]` changes nothing: who makes the move goes on from the position that it leads to.
+
+    Raises:
+        ScheduleError: as `advance`.
+    """
+
+    __slots__ = ("cursor", "positions")
+
+    def __init__(self, cursor: Cursor, positions: Positions) -> None:
+        self.cursor, self.positions = cursor, positions
+
+    def __missing__(self, event: Event) -> Move:
+        cursor, actions = advance(self.positions.plan, self.cursor, event)
+        self[event] = move = self.positions.at(cursor), actions
+        return move
 
 
 class Positions:
@@ -662,33 +672,26 @@ class Positions:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.start = Position(Cursor(plan))
+        self.start = Position(Cursor(plan), self)
         self.remember()
 
     def remember(self) -> None:
         """The nominal path, and nothing else."""
-        self.start.moves.clear()
+        self.start.clear()
         self.known = {self.start.cursor: self.start}
         self.most = sys.maxsize
         for bounded in (False, True):
             position = self.start
             with suppress(ScheduleError):  # an order that repeats units may be one that nobody follows use by use
                 for event in nominal(self.plan, bounded):
-                    position, _ = self.move(position, event)
+                    position, _ = position[event]
         self.most = len(self.known) + OTHERS
 
-    def move(self, position: Position, event: Event) -> Move:
-        """Where an event leads from a position.
-
-        Raises:
-            ScheduleError: as `advance`.
-        """
-        found = position.moves.get(event)
-        if found is None:
-            cursor, actions = advance(self.plan, position.cursor, event)
-            found = position.moves[event] = self.known.setdefault(cursor, Position(cursor)), actions
-            if len(self.known) > self.most:
-                self.remember()
+    def at(self, cursor: Cursor) -> Position:
+        """The position with this cursor."""
+        found = self.known.setdefault(cursor, Position(cursor, self))
+        if len(self.known) > self.most:
+            self.remember()
         return found
 
 

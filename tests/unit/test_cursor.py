@@ -939,7 +939,7 @@ def test_positions_are_what_advance_says(example: Example, data: Any) -> None:
     for _ in range(data.draw(st.integers(0, 12))):
         event = (data.draw(st.sampled_from(["unshard", "reduce", "skip"])), (data.draw(st.sampled_from(names)),))
         found: list[Any] = []
-        for step in (lambda: advance(p, cursor, event), lambda: positions.move(position, event)):  # noqa: B023
+        for step in (lambda: advance(p, cursor, event), lambda: position[event]):  # noqa: B023
             try:
                 found.append(step())
             except ScheduleError as error:
@@ -959,7 +959,7 @@ def test_the_nominal_path_is_made_with_the_plan(bounded: bool, monkeypatch: pyte
     monkeypatch.setattr("functional_fsdp._plan.advance.advance", None)  # from here on nothing is worked out
     position, gathers, reductions = positions.start, [], []
     for event in nominal(p, bounded):
-        position, actions = positions.move(position, event)
+        position, actions = position[event]
         gathers += gathers_of(actions)
         reductions += reductions_of(actions)
     assert gathers == list(range(len(p.gathers)))
@@ -976,14 +976,11 @@ def test_positions_beside_the_nominal_path_are_bounded(monkeypatch: pytest.Monke
         position = positions.start
         for i in range(6):
             if number >> i & 1:
-                position, _ = positions.move(position, ("unshard", (LETTERS[i],)))
-                position, _ = positions.move(position, ("release", (LETTERS[i],)))
+                position, _ = position["unshard", (LETTERS[i],)]
+                position, _ = position["release", (LETTERS[i],)]
         most = max(most, len(positions.known))
     assert nominal_ones < most <= nominal_ones + 21
-    assert (
-        advance(p, positions.start.cursor, ("unshard", ("a",)))[0]
-        == positions.move(positions.start, ("unshard", ("a",)))[0].cursor
-    )
+    assert advance(p, positions.start.cursor, ("unshard", ("a",)))[0] == positions.start["unshard", ("a",)][0].cursor
 
 
 def test_a_cursor_is_names_and_integers() -> None:

@@ -26,7 +26,7 @@ class Issued:
 
         def made(move: Any) -> Any:
             position = progress.position
-            event = next((event for event, known in position.moves.items() if known is move), None)
+            event = next((event for event, known in position.items() if known is move), None)
             if event is not None:  # else it is off the plan
                 self.events.append((progress.plan, position.cursor, event, move[0].cursor))
             return make(move)
