@@ -44,12 +44,12 @@ class StepStart:
         self.run = self.lineage.runtime
         self.executor = state._executor
         self.version = state.version
-        self.position = self.lineage.position()
+        self.savepoint = self.lineage.savepoint()
         self.digest = self.run.digest
 
     def back(self) -> None:
         """The step, which was only captured, or replayed, was not taken, on any rank."""
-        self.lineage.go_back(self.position)
+        self.lineage.roll_back(self.savepoint)
         self.version.spent = False
         self.run.rewind(self.digest)
         self.executor.drop()  # what is under way was captured, and will never run
@@ -208,7 +208,7 @@ class Capture:
             self.run.host_vote.forget()  # what was captured is not issued, and its numbers are given out again
         if not self.voted or self.launched or self.traced:
             return
-        half = _HALF.format(self.start.position.steps + 1)
+        half = _HALF.format(self.start.savepoint.steps + 1)
         try:
             alike = self.run.alike("a step that cannot be captured")
         except BaseException:

@@ -180,19 +180,15 @@ def _unreachable(name: str, state: Any, error: Exception) -> CommError:
     return failed
 
 
-def _outside(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if not torch.is_inference_mode_enabled():
-        return fn(*args, **kwargs)
-    with torch.inference_mode(False), torch.no_grad():
-        return fn(*args, **kwargs)
-
-
 def outside_inference(fn: F) -> F:
     """For functions that make what is kept: under torch.inference_mode they run as under torch.no_grad."""
 
     @wraps(fn)
     def outside(*args: Any, **kwargs: Any) -> Any:
-        return _outside(fn, args, kwargs)
+        if not torch.is_inference_mode_enabled():
+            return fn(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return fn(*args, **kwargs)
 
     return cast(F, outside)
 

@@ -182,11 +182,6 @@ def being_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def table_may_stay(device: torch.device) -> bool:
-    """Whether a table may be kept in the device's memory for the next call. A GPU's is the user's."""
-    return device.type == "cpu"
-
-
 # ---- random numbers
 
 
@@ -308,7 +303,7 @@ def _table(device: torch.device) -> torch.Tensor:
     found = _TABLES.get(device)
     if found is None:
         found = _odd(torch.arange(2 * ROW, device="cpu")).to(device)  # a GPU would load kernels
-        if type(found) is torch.Tensor and table_may_stay(device):  # no fake one
+        if type(found) is torch.Tensor and device.type == "cpu":  # no fake one; a GPU's memory is the user's
             _TABLES[device] = found
     return found
 

@@ -132,7 +132,7 @@ def _known(value: Any) -> list[Part] | None:
         pass
     elif is_array(value):  # of objects
         held = [Part(f"[{i}]", x) for i, x in enumerate(value.flat)]
-    elif not hasattr(value, "__dict__") and not _has_slots(kind):
+    elif not hasattr(value, "__dict__") and not _slot_names(kind):
         return None
     return [*held, *_attributes(value)]
 
@@ -167,23 +167,13 @@ def _attributes(value: Any) -> list[Part]:
     return [Part(f".{name}", x) for name, x in (*held, *slots_in(value).items())]
 
 
-def _slot_names(cls: type) -> tuple[str, ...]:
-    names: Any = _names_of_slots  # to mypy a class has no hash
-    found: tuple[str, ...] = names(cls)
-    return found
-
-
 @lru_cache(10_000)
-def _names_of_slots(cls: type) -> tuple[str, ...]:
+def _slot_names(cls: Any) -> tuple[str, ...]:  # of a class, which to mypy has no hash
     found: list[str] = []
     for base in cls.__mro__:
         names = vars(base).get("__slots__", ())
         found += (names,) if isinstance(names, str) else names
     return tuple(name for name in dict.fromkeys(found) if name[:2] != "__")
-
-
-def _has_slots(cls: type) -> bool:
-    return bool(_slot_names(cls))
 
 
 def slots_in(value: Any) -> dict[str, Any]:

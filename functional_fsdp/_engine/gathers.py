@@ -369,11 +369,11 @@ class Arena:
         self.kept = keeps_released(run.device)
         self.places: dict[str, Place] = {}
         sides = not self.stays and all(u.address in (0, plan.arena - u.nbytes) for u in plan.units if u.nbytes)
-        #: where each unit lies: (which allocation, the address in it)
-        self.where = {u.name: (int(u.address > 0), 0) if sides else (0, u.address) for u in plan.units}
-        self.sizes = {u.name: u.nbytes if sides else plan.arena for u in plan.units}
+        #: where each unit lies: (which allocation, how large that is then, the address in it)
+        self.where = {
+            u.name: (int(u.address > 0), u.nbytes, 0) if sides else (0, plan.arena, u.address) for u in plan.units
+        }
         self.memory = [torch.empty(0, dtype=torch.uint8, device=run.device).untyped_storage() for _ in range(1 + sides)]
-        self.bytes = {name: (self.memory[which], self.sizes[name]) for name, (which, _) in self.where.items()}
 
     def place(self, state: Stored, unit: str) -> Place:
         if self.stays and not self.places:
@@ -400,9 +400,10 @@ class Arena:
 
         What lay there was released, and compute has waited for all that wrote it.
         """
-        memory, size = self.bytes[unit]
         if self.stays:
             return False
+        which, size, _ = self.where[unit]
+        memory = self.memory[which]
         there = memory.nbytes()
         if there == size or (there > size and (self.plan.schedule.debug or self.kept)):
             return False
@@ -429,10 +430,10 @@ class Arena:
         parts, resident, wholes = [], [], []
         for bucket in unit.buckets:
             if bucket.name in starts:
-                memory, address = self.where[unit.name]
+                which, _, address = self.where[unit.name]
                 whole = torch.empty(0, dtype=bucket.gather, device=self.run.device)
                 at = (address + starts[bucket.name]) // bucket.gather.itemsize
-                whole.set_(self.memory[memory], at, (bucket.gathered.numel,), (1,))
+                whole.set_(self.memory[which], at, (bucket.gathered.numel,), (1,))
                 parts.append(self._part(state, bucket, whole))
             else:
                 kept = own_of(state, bucket, self.plan.schedule.debug)

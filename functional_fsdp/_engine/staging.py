@@ -100,6 +100,14 @@ class StagedBucket(NamedTuple):
                 raise
 
 
+class Part(NamedTuple):
+    """A bucket in a reduction: how it gets to the main gradients, and the job that brings it there."""
+
+    bucket: Bucket
+    way: Route
+    job: Steps
+
+
 class StagingSlot:
     """The staging of one reduction: its bytes, the slots in them, and marks.
 
@@ -238,8 +246,7 @@ class Staging:
         stage = self._slot(index, unit)
         if self.run.lanes.copies_on_lanes:
             self._let_go(self.busy)
-        jobs: list[Steps] = []
-        ways: list[Route] = []
+        parts: list[Part] = []
         partial: list[Bucket] = []
         slots: list[StagedBucket] = []
         for slot in stage.slots:
@@ -252,21 +259,19 @@ class Staging:
                 self.seen[bucket.name] = bucket.name in self.seen
                 slot = slot.on(torch.empty(bucket.numel, dtype=bucket.grads, device=self.run.device))
                 self.sink.hold(bucket, slot.whole, way.states)
-                jobs.append(iter(()))  # it is not sent
+                job: Steps = iter(())  # it is not sent
             else:
                 stage.allocate()
                 beside = stage.single and index >= self.tail  # two at once would use one room at once
-                jobs.append(self._into(bucket, way, slot.whole, slot.spare, beside))
+                job = self._into(bucket, way, slot.whole, slot.spare, beside)
             slots.append(slot)
-            ways.append(way)
+            parts.append(Part(bucket, way, job))
             if last and not whole:
                 partial.append(bucket)
             if slot.parts:
                 self._note(bucket, whole)
         first, waits = self._copied(stage, slots, values)
-        stage.done = self._submit(jobs, ways, stage.ready, stage.done, waits, first)
-        if self.plan.schedule.overlap_update:
-            self.sink.there([slot.bucket for slot in stage.slots], stage.done)
+        stage.done = self._submit(parts, stage.ready, stage.done, waits, first)
         if waits and stage in self.busy:
             self.busy.remove(stage)
         self.busy.append(stage)  # not before: if issuing it is interrupted, its bytes may be written to, and must stay
@@ -336,17 +341,21 @@ class Staging:
         return _moved(written, slots) if taken else None, taken
 
     def _submit(
-        self, jobs: list[Steps], ways: list[Route], after: Mark, mark: Mark = None, ordered: bool = False,
-        first: Steps | None = None,
-    ) -> Mark:  # fmt: skip
-        if len(jobs) == 1:
-            job, issued, single, ends = jobs[0], ways[0].collectives, ways[0].single, ways[0].ends
+        self, parts: Sequence[Part], after: Mark, mark: Mark = None, ordered: bool = False, first: Steps | None = None
+    ) -> Mark:
+        """Start a reduction, whose parts travel together, on the reduce lane; `first`: what it does before."""
+        if len(parts) == 1:
+            _, way, job = parts[0]
+            issued, single, ends = way.collectives, way.single, way.ends
         else:
-            job, issued = together(jobs), tuple(one for way in ways for one in way.collectives)
+            job, ways = together([part.job for part in parts]), [part.way for part in parts]
+            issued = tuple(one for way in ways for one in way.collectives)
             single, ends = all(way.single for way in ways), max((way.ends for way in ways), key="outer".__eq__)
         if first is not None:
             job = chain(first, job)
         done = self.marks[ends] = self.run.lanes.submit("reduce", issued, job, after, single, ordered, mark)
+        if self.plan.schedule.overlap_update:
+            self.sink.there([part.bucket for part in parts], done)
         return done
 
     # ---------------------------------------------------------------- into main gradients
@@ -441,11 +450,8 @@ class Staging:
             if slot.parts:
                 self._note(bucket, whole)
             slot.write(values)
-            job = self._into(bucket, way, stage, spare)
-            done = self._submit([job], [way], self.run.lanes.mark())
+            self._submit([Part(bucket, way, self._into(bucket, way, stage, spare))], self.run.lanes.mark())
             self.run.lanes.keep(stage, spare)
-            if self.plan.schedule.overlap_update:
-                self.sink.there([bucket], done)
             if last:
                 self.complete(bucket)
 
@@ -480,9 +486,7 @@ class Staging:
         self.sink.hold(bucket, local, way.states)
         feedback = None if way.codec is None else self.feedback.of(bucket.name)
         job = self._complete(bucket, way, have.local, local, feedback)
-        done = self._submit([job], [way], self.run.lanes.mark(), ordered=True)
-        if self.plan.schedule.overlap_update:
-            self.sink.there([bucket], done)
+        self._submit([Part(bucket, way, job)], self.run.lanes.mark(), ordered=True)
 
     def _complete(self, bucket: Bucket, way: Route, have: torch.Tensor, out: torch.Tensor, feedback: Any) -> Steps:
         if not self.run.lanes.waits_on_host:

@@ -32,7 +32,7 @@ def all_done(executor: Executor, state: Stored, backward: bool = True) -> None:
     """This rank has come to all that it uses in a forward, or in its backward. Helps the others until that is so for
     all."""
     progress = executor.progress
-    if progress.cursor.agreed and progress.plan.gathers:
+    if progress.plan.gathers:
         count = len(progress.plan.units)
         number, what = (2 * count + 1, "the end of the pass") if backward else (count, "the turn")
         with executor.off_plan(state):

@@ -68,10 +68,11 @@ class PlannedCopies(dict[str, Any]):
 def overwrite(arena: Arena, unit: str, whole: Mapping[str, torch.Tensor]) -> Callable[[], None]:
     """Have a unit lie in its place, from these buckets, for residuals that point there, although the plan may have
     something else there now. Returns what puts that back."""
-    memory, _ = arena.bytes[unit]
+    which, planned, _ = arena.where[unit]
+    memory = arena.memory[which]
     size, parts = memory.nbytes(), arena.places[unit].parts
     there = [part.whole for part in parts]
-    if size != arena.sizes[unit]:  # the bytes of another one, which may go
+    if size != planned:  # the bytes of another one, which may go
         there = [torch.empty(0, dtype=torch.uint8, device=arena.run.device).set_(memory)]
     kept = [some.clone() for some in there]
     arena.allocate(unit)

@@ -282,8 +282,9 @@ class Session:
 
     def all_done(self, state: State) -> None:
         """This rank has come to all that it uses in the backward. Others may need it, while the order is a guess."""
-        with torch.no_grad(), self._lineage:
-            all_done(self._executor, state)
+        if self._executor.progress.cursor.agreed:
+            with torch.no_grad(), self._lineage:
+                all_done(self._executor, state)
 
     def end(self, state: State, forward: Order, backward: Order) -> None:
         """The pass is over, everything is released, and these were the orders of use: a guessed order follows them from

@@ -263,14 +263,11 @@ def portions(sizes: Mapping[str, int], fill: int) -> list[list[str]]:
 
 def runs(optimizer: Any, opt: Any, sizes: Mapping[str, int]) -> list[list[str]]:
     """Names in a row, divided into what one update has: as the optimizer says, else by bytes of main weights."""
-    own = [[name for name in some if name in sizes] for some in getattr(optimizer, "at_once", _no_runs)(opt)]
+    together = optimizer.at_once(opt) if hasattr(optimizer, "at_once") else ()
+    own = [[name for name in some if name in sizes] for some in together]
     taken = {name for some in own for name in some}
     left = {name: nbytes for name, nbytes in sizes.items() if name not in taken}
     return [*filter(None, own), *portions(left, getattr(optimizer, "fill", FILL))]
-
-
-def _no_runs(opt: Any) -> tuple[()]:
-    return ()
 
 
 def check_labels(optimizer: Any, spec: Spec) -> None:

@@ -268,15 +268,9 @@ class Bucket:
     def labels(self) -> tuple[tuple[str, int, int], ...]:
         """(label, start, stop) in elements: runs of leaves of one label, padding included, that cover the bucket; among
         others, those leaves only."""
-        if self.among:
-            return tuple(self.runs([True] * len(self.leaves)))
-        runs: list[tuple[str, int, int]] = []
-        for leaf in self.leaves:
-            if not runs or runs[-1][0] != leaf.label:
-                start = leaf.offset if runs else 0
-                if runs:
-                    runs[-1] = (*runs[-1][:2], start)
-                runs.append((leaf.label, start, self.numel))
+        runs = self.runs([True] * len(self.leaves))
+        if runs and not self.among:  # what lies before the first leaf is of its run, too
+            runs[0] = (runs[0][0], 0, runs[0][2])
         return tuple(runs)
 
     def runs(self, given: Sequence[bool]) -> list[tuple[str, int, int]]:

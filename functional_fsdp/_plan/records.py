@@ -56,11 +56,6 @@ def _sharded_alike(bucket: Bucket) -> bool:
     return set(bucket.placement.weights) == set(bucket.placement.main)
 
 
-def stored_states(bucket: Bucket) -> States:
-    """Of what a gather reads: the compute copy where there is one, else main weights."""
-    return states_of(bucket, "weights" if keeps_copy(bucket) else "main")
-
-
 def gathering(bucket: Bucket, states: States, target: States, here: Coordinate, lane: str) -> Route:
     """Weights, in the dtype in which they are gathered."""
     return route(bucket.gathered, states, target, here, How(bucket.gather, bucket.gather, (lane, lane)))
@@ -83,7 +78,8 @@ def reducing(
 @lru_cache(maxsize=1 << 16)
 def records(bucket: Bucket, here: Coordinate, average: str, traits: Traits) -> Records:
     """Of the rank at `here`. `average`: "mean" or "sum"."""
-    stored, whole, final = stored_states(bucket), all_axes(bucket, Replicated), states_of(bucket, "main")
+    stored = states_of(bucket, "weights" if keeps_copy(bucket) else "main")  # what a gather reads
+    whole, final = all_axes(bucket, Replicated), states_of(bucket, "main")
     fresh, rest = all_axes(bucket, Partial), states_of(bucket, "grads", Partial)
     ends = {True: final, False: rest}
     return Records(

@@ -197,14 +197,14 @@ def _collectives(kind: str, axis: str, size: int, bucket: Bucket, how: How, firs
         return ()
     if kind == "gather":
         return (Collective("all_gather", axis, size, dtype, "", lane, bucket.name),)
-    if _packs(axis, bucket, how, first):  # bytes, as are those of a sum that stays whole
-        many, few = bucket.wire_bytes(larger), bucket.wire_bytes(size)
-        sent = Collective("all_to_all", axis, many, torch.uint8, wanted, lane, bucket.name)
-        whole = Collective("all_gather", axis, few, torch.uint8, "", lane, bucket.name)
-        return (sent,) if kind == "scatter" else (sent, whole)
-    if how.exact and first:
+    packs = _packs(axis, bucket, how, first)
+    if packs or (how.exact and first):  # each rank adds up its part; a sum that stays whole is gathered after that
+        then = how.then
+        if packs:
+            larger, size = bucket.wire_bytes(larger), bucket.wire_bytes(size)
+            dtype = then = torch.uint8
         sent = Collective("all_to_all", axis, larger, dtype, wanted, lane, bucket.name)
-        whole = Collective("all_gather", axis, size, how.then, "", lane, bucket.name)
+        whole = Collective("all_gather", axis, size, then, "", lane, bucket.name)
         return (sent,) if kind == "scatter" else (sent, whole)
     name, op = "reduce_scatter" if kind == "scatter" else "all_reduce", wanted if how.averages else "sum"
     return (Collective(name, axis, larger, dtype, op, lane, bucket.name),)

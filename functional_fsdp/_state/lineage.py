@@ -44,8 +44,8 @@ SPENT = -1  # the serial of what a traced step made, and a later one consumed
 REMEMBER = 256  # how many consumed states, at least, a lineage can name the consumer of
 
 
-class Position(NamedTuple):
-    """Where a lineage stands; see `Lineage` for what each is."""
+class Savepoint(NamedTuple):
+    """Where a lineage stood, to roll back to; see `Lineage` for what each is."""
 
     base: int
     head: int
@@ -366,13 +366,13 @@ class Lineage:
         """States of this lineage are of no more use: every use says why."""
         self.broken = why
 
-    def position(self) -> Position:
-        """Where the lineage stands, for `go_back`."""
-        return Position(self.base, self.head, self.steps, self.commits, self.epoch, self.broken, self.taken)
+    def savepoint(self) -> Savepoint:
+        """Where the lineage stands, for `roll_back`."""
+        return Savepoint(self.base, self.head, self.steps, self.commits, self.epoch, self.broken, self.taken)
 
-    def go_back(self, position: Position) -> None:
+    def roll_back(self, to: Savepoint) -> None:
         """The step that began there was only captured, or replayed, and not taken, on any rank."""
-        self.base, self.head, self.steps, self.commits, self.epoch, self.broken, self.taken = position
+        self.base, self.head, self.steps, self.commits, self.epoch, self.broken, self.taken = to
         self.open_calls, self.busy = 0, False
 
     # ---------------------------------------------------------------- traced steps

@@ -25,19 +25,23 @@ def arena() -> Any:
     carrier: Any = SimpleNamespace(keeps_arena=False)
     made: Any = Arena(run, make_plan(layout), carrier)
     made.kept = False
-    for unit, (memory, _) in made.bytes.items():
+    for unit in made.where:
         whole = torch.empty(0)
         made.allocate(unit)
-        whole.set_(memory, 0, (SIZES[unit],), (1,))
+        whole.set_(memory_of(made, unit), 0, (SIZES[unit],), (1,))
         made.places[unit] = SimpleNamespace(parts=[SimpleNamespace(whole=whole, bucket=SimpleNamespace(name=unit))])
     return made
 
 
+def memory_of(made: Any, unit: str) -> Any:
+    return made.memory[made.where[unit][0]]
+
+
 def test_units_of_one_side_share_bytes() -> None:
     made = arena()
-    assert made.bytes["a"][0] is made.bytes["c"][0]
-    assert made.bytes["a"][0] is not made.bytes["b"][0]
-    assert {unit: size for unit, (_, size) in made.bytes.items()} == {name: 4 * n for name, n in SIZES.items()}
+    assert memory_of(made, "a") is memory_of(made, "c")
+    assert memory_of(made, "a") is not memory_of(made, "b")
+    assert {unit: size for unit, (_, size, _) in made.where.items()} == {name: 4 * n for name, n in SIZES.items()}
 
 
 @pytest.mark.parametrize(("there", "put"), [("a", "c"), ("c", "a"), ("a", "a")])
@@ -47,10 +51,10 @@ def test_what_lay_there_is_back_after_something_was_put_in_its_place(there: str,
     mine, other = (made.places[unit].parts[0].whole for unit in (there, put))
     mine.copy_(torch.arange(SIZES[there]))
     undo = overwrite(made, put, {put: -torch.arange(float(SIZES[put]))})
-    assert made.bytes[put][0].nbytes() == 4 * SIZES[put]
+    assert memory_of(made, put).nbytes() == 4 * SIZES[put]
     assert torch.equal(other, -torch.arange(float(SIZES[put])))
     undo()
-    assert made.bytes[there][0].nbytes() == 4 * SIZES[there]
+    assert memory_of(made, there).nbytes() == 4 * SIZES[there]
     assert torch.equal(mine, torch.arange(float(SIZES[there])))
 
 

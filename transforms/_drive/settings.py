@@ -57,7 +57,7 @@ class Noted:
         self.names = [
             name for name, value in held.items() if _plain(value) and not (self.module and name == "training")
         ]
-        self.get: Callable[[Any], Any] = itemgetter(*self.names) if self.names else _nothing
+        self.get: Callable[[Any], Any] = itemgetter(*self.names) if self.names else lambda held: None
         self.noted = _copied(self.get(held))
         self.size = len(held)
         self.known = {*held}
@@ -290,10 +290,6 @@ class Settings:
 def _is_a(value: Any, kind: type) -> bool:
     """Whether a value is of a class itself; a proxy says that it is, too."""
     return isinstance(value, kind) and type(value) not in objects.PROXIES
-
-
-def _nothing(held: Any) -> None:
-    return None
 
 
 def _plain(value: Any) -> bool:

@@ -88,11 +88,7 @@ class Stages:
                 "order of use."
             )
         self.verb = verb
-        self.put([Stage(key, fn) for key, fn in stages.items()])
-
-    def put(self, stages: list[Stage]) -> None:
-        """These are the stages."""
-        self.forward = stages
+        self.forward = [Stage(key, fn) for key, fn in stages.items()]
         seen: set[str] = set()
         for stage in self.forward:
             stage.opens = tuple(unit for unit in stage.units if unit not in seen)

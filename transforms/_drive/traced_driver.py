@@ -101,17 +101,14 @@ class TracedBuffers(Buffers):
             self.writes = None
         super().restore()
 
-    def _wrote(self, t: torch.Tensor) -> bool:
-        assert self.writes is not None
-        return place(t)[0] in self.writes.found
-
     def note(self) -> None:
         self.live = set()
         self.before = {path: (held[name], held[name]._version, None)
                        for path, (held, name) in self.rest.items() if path not in self.places}  # fmt: skip
 
     def spoilt(self, t: torch.Tensor, counted: int, copied: torch.Tensor | None) -> bool:
-        return t._version != counted or self._wrote(t)
+        assert self.writes is not None
+        return t._version != counted or place(t)[0] in self.writes.found
 
     def move(self, device: torch.device, given: Collection[str]) -> None:
         with torch_private.disable_current_modes():

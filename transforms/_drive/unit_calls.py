@@ -198,8 +198,10 @@ class UnitCall:
         """Run the module's own code with its weights."""
         driver = self.driver
         if self.inside:
-            if driver.backward:
-                self.compute_again()
+            if driver.backward:  # a recomputation, within its own backward, with the weights that this has
+                for call in driver.active:
+                    if call.unit_call is self:
+                        driver.note_recomputed(self.units, call.off_plan)
             out = self.run(function, args, kwargs)
             use = self.use
             hooks = self.module._forward_hooks or GLOBAL._global_forward_hooks
@@ -282,12 +284,6 @@ class UnitCall:
         for i in self.rebound:
             tensors[i] = torch.empty(0, dtype=lent[i].dtype, device=lent[i].device)
             tensors[i].data = lent[i]
-
-    def compute_again(self) -> None:
-        """A recomputation calls it within its own backward, with the weights that this has."""
-        for call in self.driver.active:
-            if call.unit_call is self:
-                self.driver.note_recomputed(self.units, call.off_plan)
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The module's own code, compiled if so wished; its weights are in it."""
