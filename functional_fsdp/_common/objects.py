@@ -132,7 +132,7 @@ def _known(value: Any) -> list[Part] | None:
         pass
     elif is_array(value):  # of objects
         held = [Part(f"[{i}]", x) for i, x in enumerate(value.flat)]
-    elif not hasattr(value, "__dict__") and not _slot_names(kind):
+    elif not hasattr(value, "__dict__") and not _slot_names(kind):  # type: ignore[arg-type]  # to mypy a class has no hash
         return None
     return [*held, *_attributes(value)]
 
@@ -168,7 +168,7 @@ def _attributes(value: Any) -> list[Part]:
 
 
 @lru_cache(10_000)
-def _slot_names(cls: Any) -> tuple[str, ...]:  # of a class, which to mypy has no hash
+def _slot_names(cls: Any) -> tuple[str, ...]:
     found: list[str] = []
     for base in cls.__mro__:
         names = vars(base).get("__slots__", ())
@@ -178,7 +178,8 @@ def _slot_names(cls: Any) -> tuple[str, ...]:  # of a class, which to mypy has n
 
 def slots_in(value: Any) -> dict[str, Any]:
     """What is in the `__slots__` of an object, by name."""
-    return {name: getattr(value, name) for name in _slot_names(type(value)) if hasattr(value, name)}
+    names = _slot_names(type(value))  # type: ignore[arg-type]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def _referents(value: Any) -> list[Part]:

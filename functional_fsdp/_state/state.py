@@ -113,16 +113,19 @@ class State(Stored):
     def _steps(self) -> int:
         """As `steps`; where a graph is made, those that were taken before."""
         if tracing_now() is not None:
-            base: Any = getattr(self.version, "base", self.version)
-            return int(base.lineage.steps)
+            return self._lineage.steps
         return self.version.lineage.recount(self.count)
 
     @property
     def local_buffers(self) -> frozenset[str]:
         """The paths of buffers that may differ by rank, as `shard(local_buffers=)` said."""
-        base: Any = getattr(self.version, "base", self.version)  # in the middle of a traced step it has one
-        found: frozenset[str] = base.lineage.local_buffers
-        return found
+        return self._lineage.local_buffers
+
+    @property
+    def _lineage(self) -> Lineage:
+        """The lineage, also in the middle of a traced step, where the version has a base."""
+        base: Version = getattr(self.version, "base", self.version)
+        return base.lineage
 
     @property
     def _executor(self) -> Executor:
