@@ -62,8 +62,8 @@ class StagedBucket(NamedTuple):
     """A bucket's staging in one reduction: the whole, in the wire's dtype, its leaves, which of a unit's gradients they
     are, and the gaps.
 
-    ways: how it gets to the main gradients; True: to their final place, False: as far as it needs be now. parts:
-    whether these differ in what they send.
+    ways: how it gets to the main gradients; True: to their final place, False: as far as it needs be now.
+    differs: whether these send something else.
     """
 
     bucket: Bucket
@@ -73,7 +73,7 @@ class StagedBucket(NamedTuple):
     which: tuple[int, ...]
     gaps: list[torch.Tensor]
     ways: dict[bool, Route]
-    parts: bool
+    differs: bool
     large: bool  # whether there are large leaves, and they are copied beside compute
 
     def on(self, whole: torch.Tensor) -> StagedBucket:
@@ -165,9 +165,9 @@ def staged(
     there beside compute."""
     which = tuple(paths.index(leaf.path) for leaf in bucket.leaves if leaf.numel)
     leaves, gaps = leaves_and_gaps(bucket, whole)
-    parts = ways[True].collectives != ways[False].collectives
+    differs = ways[True].collectives != ways[False].collectives
     large = beside and any(leaf.nbytes >= LARGE for leaf in leaves)
-    return StagedBucket(bucket, whole, spare, leaves, which, gaps, ways, parts, large)
+    return StagedBucket(bucket, whole, spare, leaves, which, gaps, ways, differs, large)
 
 
 def leaves_and_gaps(bucket: Bucket, whole: torch.Tensor) -> tuple[Tensors, Tensors]:
@@ -268,7 +268,7 @@ class Staging:
             parts.append(Part(bucket, way, job))
             if last and not whole:
                 partial.append(bucket)
-            if slot.parts:
+            if slot.differs:
                 self._note(bucket, whole)
         first, waits = self._copied(stage, slots, values)
         stage.done = self._submit(parts, stage.ready, stage.done, waits, first)
@@ -447,7 +447,7 @@ class Staging:
             stage = torch.empty(bucket.numel, dtype=bucket.wire, device=self.run.device)
             spare = stage.new_empty(bucket.received if way.exact or way.codec else 0, dtype=torch.uint8)
             slot = staged(bucket, unit.paths, stage, spare, ways)
-            if slot.parts:
+            if slot.differs:
                 self._note(bucket, whole)
             slot.write(values)
             self._submit([Part(bucket, way, self._into(bucket, way, stage, spare))], self.run.lanes.mark())
