@@ -190,8 +190,7 @@ class Driver:
         if trains:
             state = session.begin(state)  # gradients may have waited for this
         self.debug = state.spec.schedule.debug
-        if self.device in USES:
-            self.uses.begin(not state.grads and lineage_of(state).keeps_gradients)
+        self.uses.begin(not state.grads and lineage_of(state).keeps_gradients)
         try:
             self.caller, self.state, self.session, self.trains_now = caller(), state, session, trains
             self.watcher = session.watcher
