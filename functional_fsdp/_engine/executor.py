@@ -27,7 +27,7 @@ from .._plan.advance import Action, Move, Position, Positions
 from .._plan.cursor import Cursor, InFlight
 from .._plan.layout import Layout
 from .._plan.plan import Plan, first_plan, make_plan
-from .._plan.program import FixedOrder, KnownOrder, RecordedOrder, known
+from .._plan.program import FixedOrder, KnownOrder, known
 from .._plan.records import staging_slots
 from .._runtime.lanes import Waiting
 from .._runtime.runtime import Runtime
@@ -47,7 +47,7 @@ class Progress:
 
     Attributes:
         plan: the one that is followed; positions: its automaton; position: where the program stands in it.
-        order: what is known of the order of use; recording: whether it is being recorded, and nothing is planned.
+        order: what is known of the order of use.
         activations: of every plan, see `Plan`.
     """
 
@@ -87,12 +87,11 @@ class Progress:
     def know(self, order: KnownOrder) -> None:
         """This is known of the order of use from here on."""
         self.order = order
-        self.recording = isinstance(order, RecordedOrder)
 
     def plan_for(self, order: Order, forward: int | None) -> Plan | None:
         """The plan for this order, of which so many uses are the forward, if that is known; None: it is followed."""
         schedule = self.spec.schedule.ordered(order)
-        if schedule.order == self.plan.schedule.order and not self.recording:
+        if schedule.order == self.plan.schedule.order and not self.order.recording:
             return None
         return replace(make_plan(self.layout, schedule, forward, self.slots), activations=self.activations)
 
@@ -175,7 +174,7 @@ class Executor:
         progress, sink = self.progress, self.sink
         if self.run.lanes.copies_on_lanes:
             self.reductions.staging.age()
-        if progress.recording:
+        if progress.order.recording:
             progress.know(progress.order.used(names))
         if state.grads is not sink.grads and (state.grads or sink.grads):
             sink.set_gradients(state.grads)
@@ -287,7 +286,7 @@ class Executor:
 
     def _catch_up(self, state: Stored, awaited: Mapping[str, Waiting]) -> bool:
         """Peers wait for what this rank would start later. Whether it could start some of it now."""
-        if self.progress.recording:
+        if self.progress.order.recording:
             return False
         reduces = "reduce" in awaited and state.grads is self.sink.grads
         kinds = ["peer gathers"] * ("gather" in awaited) + ["peer reduces"] * reduces
@@ -314,7 +313,7 @@ class Executor:
     def finish(self, state: Stored, step: bool = True) -> None:
         """Start what the main gradients still lack: early gradients, zeros where none came, what is partial. And the
         gathers that peers started in this pass and this rank passed over."""
-        recorded = self.progress.recording
+        recorded = self.progress.order.recording
         self.happen(state, "round" if recorded else "step" if step else "finish")
         self.reductions.finish()
 

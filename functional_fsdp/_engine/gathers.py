@@ -125,17 +125,17 @@ class Gathers:
             ScheduleError: a gather would write over a unit that was not released.
         """
         progress = self.progress
-        if progress.recording:
-            return self.off_plan(names)
+        if progress.order.recording:
+            return self.move_off_plan(names)
         if self.unplanned:
             names = self._by_plan(names)
             if not names:
                 return progress.position, ()
         if self.copied and any(self.copied.lie_over(progress.plan, name) for name in names):
-            return self.off_plan(names)
+            return self.move_off_plan(names)
         return progress.position["unshard", names]
 
-    def off_plan(self, names: Sequence[str]) -> Move:
+    def move_off_plan(self, names: Sequence[str]) -> Move:
         """What follows where units are asked for, and this is no use of the plan, even if it expects one."""
         return self.progress.position, tuple([("unplanned", name) for name in names])
 

@@ -238,7 +238,7 @@ class Session:
         with torch.no_grad(), self._lineage:
             executor.count_forward()
             executor.reductions.staging.use_own_bytes(False)
-            if not executor.progress.recording:
+            if not executor.progress.order.recording:
                 # In the first step a guess may be wrong, on some ranks only: they agree on each use.
                 agreed = isinstance(executor.progress.order, GuessedOrder) and not executor.run.capturing
                 executor.happen(state, "begin agreed" if agreed else "begin")
@@ -252,7 +252,7 @@ class Session:
         """The forward is over, the backward begins. Its gradients come with `last_microbatch`, see `reduce`."""
         executor, progress = self._executor, self._executor.progress
         executor.reductions.set_last(last_microbatch)
-        if progress.recording:
+        if progress.order.recording:
             progress.know(progress.order.turned())
         else:
             executor.happen(state, "turn")
@@ -269,15 +269,15 @@ class Session:
         it by `reduce`, with None for each leaf."""
         progress = self._executor.progress
         self._executor.reductions.skipped.add(unit)
-        if not progress.recording:
+        if not progress.order.recording:
             progress.make(progress.position["skip", (unit,)])
-        return not progress.recording
+        return not progress.order.recording
 
     def await_gradient(self, unit: str) -> None:
         """On this rank a gradient of this unit will come in this backward, which has begun, though nothing in the
         forward gathered it: what the gradient is computed from needs none of its weights."""
         progress = self._executor.progress
-        if not progress.recording:
+        if not progress.order.recording:
             progress.make(progress.position["await", (unit,)])
 
     def all_done(self, state: State) -> None:
@@ -292,7 +292,7 @@ class Session:
         self._lineage.enter(state.version.serial, self._verb)
         executor, progress = self._executor, self._executor.progress
         with torch.no_grad(), self._lineage:
-            if not progress.recording:
+            if not progress.order.recording:
                 if progress.cursor.agreed:
                     executor.gathers.fence_off()
                 executor.happen(state, "end")
@@ -308,7 +308,7 @@ class Session:
         if not self._resting:
             return state
         with self._lineage:
-            if not self._executor.progress.recording:
+            if not self._executor.progress.order.recording:
                 self._executor.happen(state, "look")  # starts what peers started
             self._executor.reset()
             self._lineage.rest(f"{self._verb}()")
@@ -332,7 +332,7 @@ class Session:
                 raise no_unit(state, name, "Session.unshard")
         lineage.enter(state.version.serial, "unshard")
         with lineage:
-            weights = executor.unshard(state, units, executor.gathers.off_plan(units))
+            weights = executor.unshard(state, units, executor.gathers.move_off_plan(units))
             return lineage.advance(state, ("unshard", units), executor.sink.grads or state.grads), weights
 
     def off_plan(self, units: Iterable[str]) -> list[str]:

@@ -46,10 +46,12 @@ class KnownOrder:
 
     Attributes:
         open: whether ranks decide on the order at the end of a step.
+        recording: whether it is being recorded, and nothing is planned.
         what: the order's name in errors of ranks that wait for each other to decide.
     """
 
     open: ClassVar[bool] = False
+    recording: ClassVar[bool] = False
     what: ClassVar[str] = ""
 
     def used(self, names: Sequence[str]) -> KnownOrder:
@@ -92,6 +94,7 @@ class RecordedOrder(KnownOrder):
     """It is being recorded: the calls of this step so far, and how many uses of them are the forward, once known."""
 
     open: ClassVar[bool] = True
+    recording: ClassVar[bool] = True
     what: ClassVar[str] = "the recorded order"
     calls: Order = ()
     forward: int | None = None
