@@ -152,8 +152,10 @@ class Gathers:
                 lanes.wait(place.gathered if lanes.waits_on_host else place.ready(self.flying, self.newest))
             else:
                 place = self.arena.place(state, name)
-            place.loan.lend()
-            lent[name] = dict(place.loan.weights)
+            loan = place.loan
+            if not loan.held:  # `Loan.lend`, without a call
+                loan.versions, loan.held = [*map(VERSION, loan.bases)], True
+            lent[name] = dict(loan.weights)
         return lent
 
     def start(self, state: Stored, index: int) -> None:
