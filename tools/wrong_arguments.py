@@ -653,14 +653,14 @@ def main() -> int:
             call(fn, valid)
         except Exception as error:
             if name not in (
-                    "save_adapter",
-                    "save_merged",
-                    "merged",
-                    "conversions_of",
-                    "T.cuda_graph",
-                    "from_quantized",
-                    "newest",
-                ):
+                "save_adapter",
+                "save_merged",
+                "merged",
+                "conversions_of",
+                "T.cuda_graph",
+                "from_quantized",
+                "newest",
+            ):
                 print(f"!! {name}: the valid call fails: {type(error).__name__}: {error}")
         shutil.rmtree(folder, ignore_errors=True)
         target = fn.__init__ if inspect.isclass(fn) and "__init__" in vars(fn) else fn
