@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -91,6 +92,26 @@ def test_each_has_its_own_rank_groups_and_random_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), os.environ.get("RANK")) == before[1:]
     assert not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def drawn_of_numpy() -> list[float]:
+    """No rank draws in every turn; of two normal numbers the second is kept."""
+    numpy.random.seed(dist.get_rank())
+    found = []
+    for draws in (1, 2, 1):
+        dist.barrier()
+        if dist.get_rank() >= draws:
+            found.append(numpy.random.randn())
+    return found
+
+
+def test_each_draws_of_numpys_generator_where_it_left_it() -> None:
+    numpy.random.seed(7)
+    with workers(3, simulate=True) as ranks:
+        found = ranks(drawn_of_numpy).get()
+    mine = [numpy.random.RandomState(rank) for rank in range(3)]
+    assert found == [[one.randn() for _ in range(count)] for one, count in zip(mine, (0, 2, 3), strict=True)]
+    assert numpy.random.rand() == numpy.random.RandomState(7).rand()
 
 
 def talked() -> list[Any]:
