@@ -35,9 +35,11 @@ def compare(name: str, preset: str, steps: int, dtype: torch.dtype, debug: bool,
 STEPS = 5 if FULL else 3
 ROWS = list(product(CASES, ("zero3", "zero2")))
 HALF = [(name, ("zero3", "zero2")[i % 2]) for i, name in enumerate(CASES)]
+# of every second model no released byte is used, below, which has its losses, gradients and weights, too; of the others
+# these come without that
 
 
-@pytest.mark.parametrize(("name", "preset"), marked(ROWS, HALF[::2]))
+@pytest.mark.parametrize(("name", "preset"), marked(ROWS, [*HALF[1:14:4], *HALF[15::2]]))
 def test_some_steps_in_float64(name: str, preset: str) -> None:
     compare(name, preset, STEPS, torch.float64, False, (1e-9, 1e-9))
 
