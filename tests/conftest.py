@@ -23,7 +23,7 @@ LONG = (
     "test_traced", "test_traced_graph", "test_ways_in_turn", "test_ways", "test_extend",
     "test_attack", "test_whole_step", "test_compile_units", "test_traced_errors", "test_arrivals", "test_from_torch",
     "test_workers", "test_schedule", "test_benchmark", "test_launch", "test_remat", "test_models", "test_dtensors",
-    "test_simulated", "test_cuda_graph", "test_cursor", "test_parity", "test_interrupts",
+    "test_simulated", "test_cuda_graph", "test_cursor", "test_parity", "test_interrupts", "test_startup",
 )  # fmt: skip
 WHOLE = ("test_examples",)  # long, but tests share what a test before them has made
 
