@@ -93,7 +93,7 @@ class Memory:
         self.home, self.pinned = home, pinned
         #: by stream, the bytes from and to, and whether they were written: the last time, and by what
         self.accesses: dict[tuple[str, int, int, bool], tuple[int, What]] = {}
-        self.recorded = False  # whether the allocator knows who else uses it
+        self.recorded: set[str] = set()  # the streams of which the allocator knows that they use it, too
         self.ref: Any = None
 
 
@@ -106,8 +106,14 @@ class Order(TorchDispatchMode):
         self.streams = {name: Stream(name, number) for number, name in enumerate(names)}
         self.now = self.streams[COMPUTE]
         self.known: dict[int, Memory] = {}
-        self.races: list[str] = []
+        self.freed: list[Memory] = []  # since each one's stream was given something
+        self.found: list[str] = []
         self.on = False
+
+    @property
+    def races(self) -> list[str]:
+        self._check_freed([*self.streams.values()])
+        return self.found
 
     # ---- as torch.cuda
 
@@ -180,6 +186,8 @@ class Order(TorchDispatchMode):
 
     def _note(self, memory: Memory, span: range, written: bool, what: What) -> None:
         name, clock = self.now.name, self.now.clock
+        if self.freed:
+            self._check_freed([self.now])
         for (other, start, stop, wrote), (time, by) in [*memory.accesses.items()]:
             before = other == name or clock.get(other, 0) >= time
             if before and written and span.start <= start and stop <= span.stop:
@@ -191,15 +199,20 @@ class Order(TorchDispatchMode):
 
     def _gone(self, key: int) -> None:
         memory = self.known.pop(key, None)
-        if memory is None or not self.on or memory.pinned or memory.recorded:
-            return
-        for (other, *_), (time, by) in memory.accesses.items():
-            if other != memory.home.name and memory.home.clock.get(other, 0) < time:
-                self._race(f"memory of {memory.home.name} goes, and {said(by)} on {other}")
+        if memory is not None and self.on and not memory.pinned:
+            self.freed.append(memory)
+
+    def _check_freed(self, streams: list[Stream]) -> None:
+        """What these streams are given next may lie in memory that has gone back to them."""
+        freed, self.freed = self.freed, [memory for memory in self.freed if memory.home not in streams]
+        for memory in freed:
+            for (other, *_), (time, by) in memory.accesses.items() if memory.home in streams else ():
+                if other not in (memory.home.name, *memory.recorded) and memory.home.clock.get(other, 0) < time:
+                    self._race(f"memory of {memory.home.name} goes, and {said(by)} on {other}")
 
     def _race(self, text: str) -> None:
-        if text not in self.races:
-            self.races.append(text)
+        if text not in self.found:
+            self.found.append(text)
 
     def _resizing(self, resize: Any) -> Any:
         def resized(storage: Any, nbytes: int) -> Any:
@@ -222,9 +235,9 @@ class Ordered(StreamLanes):
         self.order = order
         super().__init__(run)
 
-    def keep(self, *tensors: torch.Tensor, lanes: tuple[str, ...] = ()) -> None:
+    def keep(self, *tensors: torch.Tensor, lanes: tuple[str, ...] = ("reduce", "outer")) -> None:
         for tensor in tensors:
-            self.order._memory(tensor).recorded = True
+            self.order._memory(tensor).recorded.update(lanes)
 
     def synchronize(self) -> None:
         pass
