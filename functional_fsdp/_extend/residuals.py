@@ -38,7 +38,7 @@ class PlannedCopies(dict[str, Any]):
         if unit not in gathers.arena.places or not outside or gathers.carrier.read or gathers.is_crowded(unit):
             return None
         for name, other in gathers.flying.items():
-            if gathers.progress.plan.overlap(unit, name):
+            if name == unit or gathers.progress.plan.overlap(unit, name):
                 gathers.run.lanes.wait(other.gathered)
         self[unit] = overwrite(gathers.arena, unit, outside.whole)
         return partial(self._put_away, gathers, unit)

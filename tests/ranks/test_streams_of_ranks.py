@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.presets import PRESETS, ranks_of
+from support.problems import batch, loss_fn, net
 from support.streams import WAYS, ordered, trained
 from support.tables import marked
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
+from functional_fsdp import transforms as T
+from functional_fsdp._extend.residuals import PlannedCopies
 
 pytestmark = pytest.mark.usefixtures("few_groups")
 HOST = "pinned_host"
@@ -90,6 +95,31 @@ def experts(kind: str) -> list[str]:
             state = fsdp.reduce(state, {"experts": {"a": a, "b": torch.ones(300)}, "rest": torch.ones(300)})
             state = fsdp.step(state)
         return order.races
+
+
+def used_more_often() -> list[str]:
+    """A unit is used more often than the order says: its weights are copied to where the plan is gathering it."""
+    with ordered() as order:
+        params, model = fsdp.functionalize(net(torch.float32, 2))
+        uses = ["embed.weight", "blocks.0", "blocks.1", "embed.weight", "tail", "blocks.1", "blocks.0", "embed.weight"]
+        spec = fsdp.Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(uses, prefetch=3, keep=()))
+        state, real, seen = fsdp.shard(params, spec, fsdp.sgd(1e-2)), PlannedCopies.put, list[bool]()
+
+        def put(copies: PlannedCopies, gathers: Any, unit: str) -> Any:
+            seen.append(unit in gathers.flying)
+            return real(copies, gathers, unit)
+
+        forward_backward = T.forward_backward(model, loss_fn)
+        with mock.patch.object(PlannedCopies, "put", put), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* nothing is overlapped")
+            for k in range(2):
+                state, _ = forward_backward(state, batch(0, dist.get_rank(), k), last_microbatch=k > 0)
+        assert any(seen)
+        return order.races
+
+
+def test_a_unit_is_copied_to_its_place_after_its_own_gather() -> None:
+    assert launch(used_more_often, nprocs=2) == [[]] * 2
 
 
 def test_zeros_come_after_what_lanes_still_read_there() -> None:
