@@ -54,6 +54,8 @@ def shards(state: State, tree: Mapping[str, FlatBuffer] | None = None) -> dict[A
 
     Example: `for axes, buffers in extend.shards(state).items(): ...`.
     """
+    if tree is not None:
+        _touched(state)
     found: dict[Axes, list[FlatBuffer]] = {}
     data, sizes = axes_of(state)
     for buffer in (state.grads if tree is None else tree).values():
@@ -63,6 +65,12 @@ def shards(state: State, tree: Mapping[str, FlatBuffer] | None = None) -> dict[A
         axes = (*split, *own)
         found.setdefault(axes, []).append(buffer)
     return found
+
+
+@traced_as(lambda state: None)
+def _touched(state: State) -> None:
+    """What is looked at may be what an update changes: it comes after this."""
+    state.version.lineage.touched()
 
 
 def over_shards(state: State, values: Mapping[Axes, torch.Tensor], op: Op = "sum") -> dict[Axes, torch.Tensor]:

@@ -84,6 +84,8 @@ def local_shards(
         lineage.enter(state.version.serial, "local_shards")
         with lineage:
             state._executor.look(state)
+    elif kind != "grads":
+        lineage.touched()
     at = runtime_of(state.spec.mesh).coordinate
     found: dict[str, torch.Tensor] = {}
     for name, buffer in (tree or {}).items():
@@ -136,10 +138,8 @@ def state_dict(state: State, module: nn.Module | None = None) -> dict[str, Any]:
             f"state_dict: a parameter and a buffer are both called {min(both)!r}. Use full_params(state) and "
             "state.buffers, or rename one of them."
         )
-    tensors = pytree.tree_leaves(full_params(state))
-    found = dict(zip(state.layout.paths, tensors, strict=True))
-    paths, values, _ = flatten(state.buffers)
-    found |= {path: value.clone() for path, value in zip(paths, values, strict=True)}
+    found = dict(zip(state.layout.paths, pytree.tree_leaves(full_params(state)), strict=True))
+    found |= {path: value.clone() for path, value in zip(*flatten(state.buffers)[:2], strict=True)}
     return found if module is None else _of_module(module, found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -120,6 +121,33 @@ def used_more_often() -> list[str]:
 
 def test_a_unit_is_copied_to_its_place_after_its_own_gather() -> None:
     assert launch(used_more_often, nprocs=2) == [[]] * 2
+
+
+LOOKS: dict[str, Callable[[fsdp.State], Any]] = {
+    "norms": lambda state: T.norms(state, state.main),
+    "of what is kept": lambda state: T.norms(state, state.opt[0]),
+    "dot": lambda state: T.dot(state, state.main, state.main),
+    "shards": lambda state: [local.sum() for local in fsdp.local_shards(state).values()],
+    "full": fsdp.full_params,
+}
+
+
+def looked_at(how: str) -> list[str]:
+    """Weights, or what an optimizer keeps, are looked at between gradients and the update beside them."""
+    with ordered() as order:
+        state = layers(fsdp.local_mesh(), fsdp.zero3("data"))
+        for _ in range(2):
+            for unit in (*state.units, *state.units[::-1]):
+                state = fsdp.release(fsdp.unshard(state, unit)[0], unit)
+            state = fsdp.reduce(state, {"layers": [{"w": torch.ones(32, 32)} for _ in range(4)]})
+            LOOKS[how](state)
+            state = fsdp.step(state)
+        return order.races
+
+
+@pytest.mark.parametrize("how", LOOKS)
+def test_an_update_comes_after_looks_at_what_it_changes(how: str) -> None:
+    assert launch(looked_at, (how,), nprocs=2) == [[]] * 2
 
 
 def test_zeros_come_after_what_lanes_still_read_there() -> None:
