@@ -236,15 +236,15 @@ def replace_grads(state: State, grads: Any) -> State:
 
     Args:
         state: the newest state of a step, or the state between steps. It is consumed, as by a verb.
-        grads: a finished State of the same layout, whose gradients are taken, and with them which leaves got one, and
-            what packing has lost of them (`Precision(feedback=True)`); or `{bucket: FlatBuffer}`, whole and sharded as
-            main weights, in `Precision.grads`, as `T.hvp` returns: then every leaf counts as one that got a gradient.
-            They are copied.
+        grads: a State of the same layout, whose gradients are finished, and taken, and with them which leaves got one,
+            and what packing has lost of them (`Precision(feedback=True)`); or `{bucket: FlatBuffer}`, whole and sharded
+            as main weights, in `Precision.grads`, as `T.hvp` returns: then every leaf counts as one that got a
+            gradient. They are copied.
 
     Raises:
         TreeError: buckets that lack or are unknown, of another shape, dtype or sharding. StaleStateError.
 
-    Collective: every rank calls it. What `finish_reductions` issues, if the state has gradients that are not whole.
+    Collective: every rank calls it. What `finish_reductions` issues, if a state has gradients that are not whole.
 
     Example, gradients taken at other weights (sharpness-aware minimisation):
         >>> there = fsdp.replace_params(state, moved)
@@ -255,8 +255,10 @@ def replace_grads(state: State, grads: Any) -> State:
     lost: dict[str, torch.Tensor] = {}
     if isinstance(grads, State):
         grads._valid("replace_grads")
-        theirs, grads = grads._executor.reductions, grads.grads
-        given = set(theirs.given.full), dict(theirs.given.noted)
+        theirs = grads._executor.reductions
+        if grads.grads or theirs.early:  # what is under way there is not in them yet
+            grads = finish_reductions(grads)
+        given, grads = (set(theirs.given.full), dict(theirs.given.noted)), grads.grads
         lost = theirs.feedback.errors
     main = {name: state.main[name] for name in state.layout.trainable}
     _fit("replace_grads", grads, main, {name: b.bucket.grads for name, b in main.items()})

@@ -150,6 +150,22 @@ def test_an_update_comes_after_looks_at_what_it_changes(how: str) -> None:
     assert launch(looked_at, (how,), nprocs=2) == [[]] * 2
 
 
+def taken_from_another() -> tuple[list[str], torch.Tensor]:
+    """The gradients of another state are taken while they are under way there."""
+    with ordered() as order:
+        state = layers(fsdp.local_mesh(), fsdp.zero3("data"))
+        there = fsdp.replace_params(state, fsdp.local_shards(state))
+        there = fsdp.reduce(there, {"layers": [{"w": torch.ones(32, 32)} for _ in range(4)]})
+        state = fsdp.step(fsdp.replace_grads(state, there))
+        return order.races, fsdp.full_params(state)["layers"][0]["w"]
+
+
+def test_gradients_of_another_state_are_finished_before_they_are_taken() -> None:
+    for races, weights in launch(taken_from_another, nprocs=2):
+        assert races == []
+        torch.testing.assert_close(weights, torch.full((32, 32), 0.9899))  # a step of AdamW, with decay 0.01
+
+
 def test_zeros_come_after_what_lanes_still_read_there() -> None:
     assert launch(partial_gradients, nprocs=4) == [[]] * 4
 
