@@ -267,7 +267,10 @@ def ordered() -> Iterator[Order]:
 
 # ---------------------------------------------------------------- steps
 
-WAYS = ("", "microbatches", "lacking", "skipping", "clipping", "matrices", "from torch", "exact")
+WAYS = (
+    "", "microbatches", "lacking", "skipping", "clipping", "matrices", "from torch", "exact", "copies", "ahead",
+    "looks",
+)  # fmt: skip
 
 
 def part_of(model: Any, data: Any) -> torch.Tensor:
@@ -287,7 +290,8 @@ def trained(
             mesh,
             getattr(fsdp, preset)(*AXES[preset], memory_kind=kind),
             precision=fsdp.Precision(compute=torch.bfloat16, sum="fp32" if way == "exact" else "native"),
-            schedule=fsdp.Schedule(overlap_update=overlap),
+            schedule=fsdp.Schedule(overlap_update=overlap, **({"prefetch": 3, "keep": ()} if way == "ahead" else {})),
+            transport="copy_engine" if way == "copies" else "collective",
             labels={"blocks.*.up.weight": "matrix", "blocks.*.down.weight": "matrix"},
         )
         optimizer: Any = fsdp.adamw(lr=1e-2)
@@ -304,6 +308,9 @@ def trained(
             for k in range(micro):
                 call = some if way == "lacking" and i else whole
                 state, _ = call(state, batch(i, mesh.get_rank(), k), last_microbatch=k == micro - 1)
+            if way == "looks":
+                fsdp.stream_to(lambda *_: None, state)
+                state, _ = T.norms(state, state.main)
             if way == "clipping":
                 state, _ = T.clip_by_global_norm(state, 0.1)
             state = step(state)
