@@ -179,3 +179,33 @@ def read_before(how: str) -> tuple[bool, bool]:
 @pytest.mark.parametrize("how", ["whole tree", "outside"])
 def test_weights_gathered_before_a_step_are_the_old_ones(how: str) -> None:
     assert launch(read_before, (how,), nprocs=RANKS) == [(True, True)] * RANKS
+
+
+def looked_at() -> dict[str, float]:
+    """How far norms, products and shards that are read late in a step are from those of the weights before it."""
+    found = {}
+    for how in ("norms", "dot", "shards"):
+        params = {f"layers.{i}": {"w": torch.ones(1 << 20)} for i in range(4)}
+        spec = fsdp.Spec(fsdp.local_mesh(), schedule=Schedule(overlap_update=True))
+        state = fsdp.shard(params, spec, fsdp.sgd(lr=1.0))
+        grads = {name: {"w": torch.ones(1 << 20, device=state.count.device)} for name in params}
+        for _ in range(2):
+            wanted = sum(float(buffer.local.square().sum()) for buffer in state.main.values())
+            state = fsdp.reduce(state, grads)
+            torch.cuda._sleep(100_000_000)  # compute is late, and what lanes have could go on
+            if how == "norms":
+                state, norms = T.norms(state, state.main)
+                seen: Any = torch.stack([*norms.values()]).square().sum() / dist.get_world_size()
+            elif how == "dot":
+                state, product = T.dot(state, state.main, state.main)
+                seen = product / dist.get_world_size()
+            else:
+                seen = torch.stack([part.square().sum() for part in fsdp.local_shards(state).values()]).sum()
+            state = fsdp.step(state)
+            found[how] = max(found.get(how, 0.0), abs(float(seen) - wanted))
+    return found
+
+
+def test_looks_at_weights_come_before_the_update_beside_them() -> None:
+    for found in launch(looked_at, nprocs=RANKS):
+        assert max(found.values()) <= 1.0, found  # of 4 Mi ones; a step makes them zeros
