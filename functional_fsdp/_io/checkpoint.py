@@ -564,20 +564,16 @@ def _left_out(path: Path, error: Exception) -> None:
     warnings.warn(f"latest_checkpoint: {path} is left out: {error}", stacklevel=3)
 
 
-def _absolute(what: str, folder: str | os.PathLike[str] | None) -> str:
-    if folder is None:
-        raise FileNotFoundError(f"{what}: no folder, None, was given; latest_checkpoint gives it where there is none.")
-    return os.path.abspath(expect(f"{what}(folder)", folder, PATH, "a path"))
-
-
 def same_folder(joint: Joint, folder: str | os.PathLike[str]) -> tuple[Path, str]:
     """The folder that all ranks name, and the first one's token. Lanes on which ranks stopped apart are drained."""
-    run = joint.run
+    run, what, said = joint.run, f"{joint.what}(folder)", "a path"
+    if not folder and joint.what == "load":
+        said = "a path (latest_checkpoint gives None where there is no checkpoint)"
     while True:
         counts = {name: log.count for name, log in run.issued.items() if name != "control"}
         token = uuid.uuid4().hex[:12]
         try:
-            told = joint(lambda: (_absolute(joint.what, folder), token, counts), "folder")  # noqa: B023
+            told = joint(lambda: (os.path.abspath(expect(what, folder, PATH, said)), token, counts), "folder")  # noqa: B023
             break
         except RestartError:  # a peer began anew; nothing of this call has happened
             if joint.known:

@@ -16,13 +16,13 @@ needs and nothing else. Which collective it is follows from the placement:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
 import torch
 
 from .._common.calls import provided, verb
-from .._common.errors import ScheduleError, as_names
+from .._common.errors import ScheduleError
 from .._runtime.given import ALL
 from .._state.state import State
 from .._storage.gradients import of_tree, of_unit, refuse_zeros
@@ -71,7 +71,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None) -> tuple[Stat
     if unit is None:
         return _unshard_tree(state)
     lineage = state.version.lineage
-    names = (unit,) if isinstance(unit, str) else tuple(dict.fromkeys(as_names("unshard(unit)", unit)))
+    names = (unit,) if isinstance(unit, str) or not isinstance(unit, Iterable) else tuple(dict.fromkeys(unit))
     for name in names:
         if name not in state.layout.by_name:
             raise no_unit(state, name, "unshard")
@@ -117,7 +117,7 @@ def release(state: State, unit: str | Sequence[str]) -> State:
     Raises:
         ScheduleError: an unknown unit, or one that is not gathered.
     """
-    names = (unit,) if isinstance(unit, str) else tuple(dict.fromkeys(as_names("release(unit)", unit)))
+    names = (unit,) if isinstance(unit, str) or not isinstance(unit, Iterable) else tuple(dict.fromkeys(unit))
     for name in names:
         if name not in state.layout.by_name:
             raise no_unit(state, name, "release")

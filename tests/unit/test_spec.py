@@ -325,5 +325,5 @@ def test_the_table_says_rules_dtypes_and_patterns() -> None:
 
 
 def test_the_mesh_comes_first() -> None:
-    with pytest.raises(SpecError, match=r"Spec\(mesh\): expected a DeviceMesh.*not Placement\. The mesh comes first"):
+    with pytest.raises(SpecError, match=r"Spec\(mesh\): expected a DeviceMesh.*the mesh comes first.* got a Placement"):
         Spec(fsdp.zero3("data"))  # type: ignore[arg-type]

@@ -116,8 +116,6 @@ TABLE: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "Stacked": (lambda x: loose.Stacked(["a"], x), "None,a text,nan", r"Stacked\(dim\): expected a whole number"),
     "Transposed": (loose.Transposed, "None,3,a list", "Transposed: a part: expected a name, or a conversion"),
     "Sliced": (lambda x: loose.Sliced("a", x, of=2), "None,a text,nan", r"Sliced\(start\): expected a whole number"),
-    "unshard": (lambda x: fsdp.unshard(graded(), x), "3,a list,a class,tensors", r"unshard\(unit\): expected a name"),
-    "release": (lambda x: fsdp.release(graded(), x), "None,3,a class", r"release\(unit\): expected a name or several"),
     "pmean": (lambda x: fsdp.pmean(graded(), {"a": x}), "None,a text,lambda", r"pmean\(tree\): expected numbers"),
     "pmean's axis": (lambda x: fsdp.pmean(graded(), 1.0, x), "3,a list", "axis of the mesh: expected a name or"),
     "own": (lambda x: fsdp.Spec(sizes, own=x), "3,a text,a list", r"Spec\(own\): expected {pattern: rule}"),
