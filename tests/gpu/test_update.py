@@ -183,7 +183,7 @@ def test_weights_gathered_before_a_step_are_the_old_ones(how: str) -> None:
 
 def looked_at() -> dict[str, float]:
     """How far norms, products and shards that are read late in a step are from those of the weights before it."""
-    found = {}
+    found: dict[str, float] = {}
     for how in ("norms", "dot", "shards"):
         params = {f"layers.{i}": {"w": torch.ones(1 << 20)} for i in range(4)}
         spec = fsdp.Spec(fsdp.local_mesh(), schedule=Schedule(overlap_update=True))

@@ -290,7 +290,9 @@ def trained(
             mesh,
             getattr(fsdp, preset)(*AXES[preset], memory_kind=kind),
             precision=fsdp.Precision(compute=torch.bfloat16, sum="fp32" if way == "exact" else "native"),
-            schedule=fsdp.Schedule(overlap_update=overlap, **({"prefetch": 3, "keep": ()} if way == "ahead" else {})),
+            schedule=fsdp.Schedule(
+                prefetch=3 if way == "ahead" else 1, keep=() if way == "ahead" else None, overlap_update=overlap
+            ),
             transport="copy_engine" if way == "copies" else "collective",
             labels={"blocks.*.up.weight": "matrix", "blocks.*.down.weight": "matrix"},
         )
