@@ -40,8 +40,8 @@ def shards(state: State, tree: Mapping[str, FlatBuffer] | None = None) -> dict[A
     """`{mesh axes along which they differ: FlatBuffers}`: what this rank holds, each bucket once.
 
     Args:
-        tree: `{bucket: FlatBuffer}`, as `state.main`. None: the gradients of the state, which are whole after
-            `finish_reductions`.
+        tree: `{bucket: FlatBuffer}`, as `state.main`; compute waits for reductions under way, and updates for compute.
+            None: the gradients of the state, which are whole after `finish_reductions`.
 
     Returns:
         buffers by the axes of more than one rank that shard them, along which their leaves are cut (`Spec(own=)`), or
@@ -55,7 +55,7 @@ def shards(state: State, tree: Mapping[str, FlatBuffer] | None = None) -> dict[A
     Example: `for axes, buffers in extend.shards(state).items(): ...`.
     """
     if tree is not None:
-        _touched(state)
+        _settle(state)
     found: dict[Axes, list[FlatBuffer]] = {}
     data, sizes = axes_of(state)
     for buffer in (state.grads if tree is None else tree).values():
@@ -68,9 +68,11 @@ def shards(state: State, tree: Mapping[str, FlatBuffer] | None = None) -> dict[A
 
 
 @traced_as(lambda state: None)
-def _touched(state: State) -> None:
-    """What is looked at may be what an update changes: it comes after this."""
+def _settle(state: State) -> None:
+    """What is looked at may be gradients under way, which are there first, or what an update changes, after this."""
     state.version.lineage.touched()
+    if state.grads:
+        state._executor.look(state)
 
 
 def over_shards(state: State, values: Mapping[Axes, torch.Tensor], op: Op = "sum") -> dict[Axes, torch.Tensor]:

@@ -128,13 +128,14 @@ LOOKS: dict[str, Callable[[fsdp.State], Any]] = {
     "norms": lambda state: T.norms(state, state.main),
     "of what is kept": lambda state: T.norms(state, state.opt[0]),
     "dot": lambda state: T.dot(state, state.main, state.main),
+    "gradients": lambda state: T.norms(state, state.grads),
     "shards": lambda state: [local.sum() for local in fsdp.local_shards(state).values()],
     "full": fsdp.full_params,
 }
 
 
 def looked_at(how: str) -> list[str]:
-    """Weights, or what an optimizer keeps, are looked at between gradients and the update beside them."""
+    """Weights, gradients, or what an optimizer keeps are looked at between `reduce` and the update beside it."""
     with ordered() as order:
         state = layers(fsdp.local_mesh(), fsdp.zero3("data"))
         for _ in range(2):
