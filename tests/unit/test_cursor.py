@@ -983,6 +983,13 @@ def test_positions_beside_the_nominal_path_are_bounded(monkeypatch: pytest.Monke
     assert advance(p, positions.start.cursor, ("unshard", ("a",)))[0] == positions.start["unshard", ("a",)][0].cursor
 
 
+def test_a_position_is_shown_and_compared_without_those_that_its_moves_reach() -> None:
+    positions, other = Positions(made(6)), Positions(made(6))
+    position, _ = move = positions.start["unshard", ("a",)]
+    assert len(repr(move)) < 1000  # as tracebacks with locals show it
+    assert position == position != other.start["unshard", ("a",)][0]
+
+
 def test_a_cursor_is_names_and_integers() -> None:
     rank = Rank(made(3))
     rank.use("a")
