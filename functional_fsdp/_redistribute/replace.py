@@ -251,17 +251,22 @@ def replace_grads(state: State, grads: Any) -> State:
         >>> there, loss = forward_backward(there, batch)
         >>> state = fsdp.step(fsdp.replace_grads(state, fsdp.finish_reductions(there)))
     """
+    state._valid("replace_grads")
     given: tuple[set[str], dict[str, int]] = set(), {}
     lost: dict[str, torch.Tensor] = {}
+    main = {name: state.main[name] for name in state.layout.trainable}
+    dtypes = {name: b.bucket.grads for name, b in main.items()}
     if isinstance(grads, State):
         grads._valid("replace_grads")
         theirs = grads._executor.reductions
         if grads.grads or theirs.early:  # what is under way there is not in them yet
+            like = {name: grads.main[name] for name in grads.layout.trainable}
+            like = {n: b.but(torch.empty_like(b.local, dtype=b.bucket.grads, device="meta")) for n, b in like.items()}
+            _fit("replace_grads", like, main, dtypes)  # before they are consumed
             grads = finish_reductions(grads)
         given, grads = (set(theirs.given.full), dict(theirs.given.noted)), grads.grads
         lost = theirs.feedback.errors
-    main = {name: state.main[name] for name in state.layout.trainable}
-    _fit("replace_grads", grads, main, {name: b.bucket.grads for name, b in main.items()})
+    _fit("replace_grads", grads, main, dtypes)
     reductions, sink = state._executor.reductions, state._executor.sink
     if state.grads or reductions.early:  # what is under way would be added to the new ones
         state = finish_reductions(state)

@@ -323,7 +323,16 @@ def test_gradients_that_do_not_fit() -> None:
     with pytest.raises(fsdp.TreeError, match=r"the bucket .* of the same .* leaves at the same places"):
         fsdp.replace_grads(state, wrong)
     assert state.between_steps
-    assert fsdp.step(fsdp.replace_grads(state, trainable)).steps == 1
+    new = fsdp.replace_grads(state, trainable)
+    assert fsdp.step(new).steps == 1
+    params = {"a.w": torch.ones(3), "b.w": torch.ones(3)}
+    other = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=1.0))
+    other = fsdp.reduce(other, {"w": torch.ones(3)}, "a")  # finishing them consumes this one
+    with pytest.raises(fsdp.TreeError, match=r"replace_grads: expected .*; got 'a', 'b'"):
+        fsdp.replace_grads(fsdp.newest(state), other)
+    with pytest.raises(fsdp.StaleStateError):
+        fsdp.replace_grads(new, other)
+    assert fsdp.step(other).steps == 1
 
 
 # ---------------------------------------------------------------- extras
