@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from support.presets import PRESETS, ranks_of
 from support.problems import batch, loss_fn, net
 from support.streams import WAYS, ordered, trained
@@ -150,6 +151,21 @@ def looked_at(how: str) -> list[str]:
 @pytest.mark.parametrize("how", LOOKS)
 def test_an_update_comes_after_looks_at_what_it_changes(how: str) -> None:
     assert launch(looked_at, (how,), nprocs=2) == [[]] * 2
+
+
+def along_gradients() -> list[str]:
+    """Weights move along gradients that are under way."""
+    with ordered() as order:
+        params, model = fsdp.functionalize(nn.Linear(16, 16))
+        state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=1e-2))
+        forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())
+        state, _ = forward_backward(state, torch.ones(4, 16))
+        T.jvp(model)(state, state.grads, torch.ones(4, 16))
+        return order.races
+
+
+def test_weights_move_along_gradients_that_are_there() -> None:
+    assert launch(along_gradients, nprocs=2) == [[]] * 2
 
 
 def taken_from_another() -> tuple[list[str], torch.Tensor]:

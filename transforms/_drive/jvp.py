@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from functional_fsdp import FlatBuffer, ScheduleError, SpecError, State, TreeError
 from functional_fsdp._seams import expect, torch_private
-from functional_fsdp.extend import Session, alone, lineage_of, separate_gradients
+from functional_fsdp.extend import Session, alone, lineage_of, separate_gradients, shards
 
 from .._modules.unit_modules import Leaf
 from ..norms import Buffers, check_tree
@@ -459,6 +459,7 @@ def jvp(model: nn.Module, fn: Function | None = None) -> Callable[..., tuple[Sta
 
     def f(state: State, tangents: Buffers, *args: Any, **kwargs: Any) -> tuple[State, tuple[Any, Any]]:
         check_tree(state, tangents, "jvp: the vector", state.layout.trainable)
+        shards(state, tangents)  # waits for gradients under way
         return driven(state, tangents, *args, **kwargs)
 
     return alone(f, "jvp", traced=eager_only("jvp"))
