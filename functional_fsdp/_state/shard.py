@@ -258,6 +258,8 @@ def build(
     optimizer = as_optimizer(optimizer)
 
     def assemble() -> tuple[Any, list[Topic]]:
+        nonlocal local_buffers
+        local_buffers = as_names(f"{where}(local_buffers)", local_buffers)
         make_room([bucket.nbytes("main") for bucket in plan.buckets.values() if not bucket.on_host], run.device)
         main = {name: _empty(bucket, "main", spec, run.device) for name, bucket in plan.buckets.items()}
         sums: dict[str, torch.Tensor] = {}
@@ -358,7 +360,6 @@ def _values(where: str, sums: dict[str, torch.Tensor], parts: Container[str], pl
 def _buffers(where: str, buffers: Any, local: Sequence[str], several: bool) -> Topic:
     """Every buffer and its checksum; of those that may differ by rank, that they are there."""
     paths, leaves, _ = flatten(buffers)
-    local = as_names(f"{where}(local_buffers)", local)
     for pattern in local:
         if all(match(pattern, path) is None for path in paths):
             raise SpecError(

@@ -285,6 +285,11 @@ def test_experts_may_differ_along_their_axis_only() -> None:
         assert ", rank 1 has rest checksum " in said
 
 
+def test_one_pattern_of_buffers_is_one_pattern() -> None:
+    state = shard(buffers={"mean": torch.ones(2), "ean": torch.ones(1)}, local_buffers="mean")
+    assert state.local_buffers == {"mean"}
+
+
 def test_one_rank_alone_is_told_what_is_wrong() -> None:
     text = r"shard\(local_buffers\): the pattern 'nope' matches nothing. There are 1 buffers"
     with pytest.raises(SpecError, match=text):
