@@ -308,11 +308,11 @@ class Lineage:
 
     def end_reads(self) -> None:
         """Weights are about to change: who changes them waits for what a lane reads of them: compute, and the lane of
-        updates that go beside it. (A graph waits for all lanes.)"""
+        updates that go beside it. (A graph waits for all lanes when it runs, and it may never.)"""
         if self.reads is not None and not self.runtime.capturing:
             self.runtime.lanes.wait(self.reads)
             self.runtime.lanes.enqueue("update", iter(()), after=self.reads)
-        self.reads = None
+            self.reads = None
 
     # ---------------------------------------------------------------- what was lent
 

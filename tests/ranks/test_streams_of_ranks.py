@@ -153,6 +153,22 @@ def test_an_update_comes_after_looks_at_what_it_changes(how: str) -> None:
     assert launch(looked_at, (how,), nprocs=2) == [[]] * 2
 
 
+def captured_in_vain() -> list[str]:
+    """A lane reads weights, and the step that is captured then never runs: the eager one in its place waits for it."""
+    with ordered() as order:
+        state = layers(fsdp.local_mesh(), fsdp.zero3("data"))
+        fsdp.stream_to(lambda unit, named: None, state, gather=False)
+        with mock.patch.object(state.version.lineage.runtime, "capturing", True):
+            state.version.lineage.end_reads()
+        state = fsdp.reduce(state, {"layers": [{"w": torch.ones(32, 32)} for _ in range(4)]})
+        fsdp.step(state)
+        return order.races
+
+
+def test_what_a_lane_reads_is_waited_for_after_a_capture_in_vain() -> None:
+    assert launch(captured_in_vain, nprocs=2) == [[]] * 2
+
+
 def along_gradients() -> list[str]:
     """Weights move along gradients that are under way."""
     with ordered() as order:
