@@ -263,7 +263,8 @@ def replace_grads(state: State, grads: Any) -> State:
             like = {name: grads.main[name] for name in grads.layout.trainable}
             like = {n: b.but(torch.empty_like(b.local, dtype=b.bucket.grads, device="meta")) for n, b in like.items()}
             _fit("replace_grads", like, main, dtypes)  # before they are consumed
-            grads = finish_reductions(grads)
+            own, grads = grads is state, finish_reductions(grads)
+            state = grads if own else state
         given, grads = (set(theirs.given.full), dict(theirs.given.noted)), grads.grads
         lost = theirs.feedback.errors
     _fit("replace_grads", grads, main, dtypes)
