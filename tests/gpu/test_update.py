@@ -209,3 +209,22 @@ def looked_at() -> dict[str, float]:
 def test_looks_at_weights_come_before_the_update_beside_them() -> None:
     for found in launch(looked_at, nprocs=RANKS):
         assert max(found.values()) <= 1.0, found  # of 4 Mi ones; a step makes them zeros
+
+
+def norms_of_gradients() -> list[float]:
+    """Norms of gradients of ones that were just given to `reduce`, and are under way."""
+    found: list[float] = []
+    params = {f"layers.{i}": {"w": torch.zeros(1 << 24)} for i in range(4)}
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=1e-3))
+    grads = {name: {"w": torch.ones(1 << 24, device=state.count.device)} for name in params}
+    for _ in range(3):
+        state = fsdp.reduce(state, grads)
+        state, norms = T.norms(state, state.grads)
+        found += [float(norm) for norm in norms.values()]
+        state = fsdp.step(state)
+    return found
+
+
+def test_norms_of_gradients_wait_for_them() -> None:
+    for found in launch(norms_of_gradients, nprocs=RANKS):
+        assert found == pytest.approx([4096.0] * 12, rel=1e-5)
