@@ -122,8 +122,10 @@ class AdamW(UpdatesSome):
                     steps.setdefault(group, []).append(counts[i])
         found = []
         for (label, dtype), lists in groups.items():
-            settings = [at(name, getattr(self, name), label, count) for name in SETTINGS]
-            found.append(([*lists, steps[label, dtype]], (*settings,)))
+            lr, betas, eps, decay = (at(name, getattr(self, name), label, count) for name in SETTINGS)
+            least = torch.finfo(dtype).tiny  # between leaves lie zeros, and 0 / 0 would be NaN
+            eps = eps.clamp(min=least) if isinstance(eps, torch.Tensor) else max(eps, least)
+            found.append(([*lists, steps[label, dtype]], (lr, betas, eps, decay)))
         return found
 
     def update_some(
@@ -195,8 +197,9 @@ def adamw(
     Args:
         lr: at least 0. A function of it costs nothing: the kernel takes a tensor.
         betas: two in [0, 1), each of them a number or a function.
-        eps, weight_decay: at least 0. Where these or betas are functions, the update is one of several plain kernels a
-            bucket, not the fused one.
+        eps, weight_decay: at least 0. An eps of 0 counts as the smallest normal number of the weights' dtype, so that
+            weights whose gradients were all zero only decay, where torch has 0 / 0, NaN. Where these or betas are
+            functions, the update is one of several plain kernels a bucket, not the fused one.
         moments: a codec in which both moments are kept between steps, as `fsdp.dynamic8`: 1.03 bytes an element each in
             the place of 4. Its blocks divide 128. The state is a `PackedAdamState`: its planes lie as main weights do.
 

@@ -272,3 +272,30 @@ def test_what_cannot_be_is_refused_by_name() -> None:
 
     with pytest.raises(fsdp.ScheduleError, match=r"does not gather in a codec, as Precision\(gather=mxfp8\(\)\)"):
         T.compile(step)(state, batch(0, 0, torch.bfloat16))
+
+
+def without_eps() -> None:
+    """Beside leaves 0 / 0 would be NaN, and what packs the last block of a leaf packs that, too."""
+    mesh: Any = fsdp.local_mesh("cpu")
+    params, grad = {"w": torch.linspace(1, 2, 300)}, torch.linspace(0, 1, 300)
+    plain = torch.nn.Parameter(params["w"].clone())
+    torchs = torch.optim.AdamW([plain], lr=0.1, eps=0, fused=True)
+    plain.grad = grad
+    for _ in range(2):
+        torchs.step()
+    for eps, moments in ((0.0, None), (lambda count: count * 0.0, None), (0, fsdp.dynamic8)):
+        optimizer = fsdp.adamw(lr=0.1, eps=eps, moments=moments)
+        state = fsdp.shard(params, fsdp.Spec(mesh, precision=fsdp.Precision(gather=fsdp.int8(64))), optimizer)
+        for _ in range(2):
+            state, weights = fsdp.unshard(state)
+            assert weights["w"].isfinite().all()
+            state = fsdp.step(fsdp.reduce(state, {"w": grad}))
+        found = fsdp.full_params(state)["w"]
+        assert plain[0].isnan()
+        assert float(found[0]) == pytest.approx(0.999**2)
+        if not moments:  # a function's numbers are float32
+            assert torch.allclose(found[1:], plain.detach()[1:], rtol=0, atol=1e-5 if callable(eps) else 0)
+
+
+def test_an_eps_of_zero_leaves_zeros_beside_leaves() -> None:
+    launch(without_eps, nprocs=2, simulate=True)
