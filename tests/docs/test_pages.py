@@ -220,6 +220,13 @@ def test_the_surprises_name_tests_that_there_are() -> None:
     assert not [(file, name) for file, name in named if f"def {name}(" not in (ROOT / file).read_text()]
 
 
+def test_every_row_is_of_a_table() -> None:
+    """A row behind an empty line begins another table, which has no head."""
+    for page in DOCUMENTS:
+        first = re.findall(r"(?<=\n\n)\|.*\n(.*)", FENCE.sub("", page.read_text()))
+        assert not [line for line in first if not line.startswith("|-")], name(page)
+
+
 def test_every_public_name_is_in_the_reference_once() -> None:
     modules = (fsdp, transforms, extend)
     public = [f"{module.__name__}.{one}" for module in modules for one in module.__all__]
