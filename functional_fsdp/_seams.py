@@ -22,6 +22,7 @@ from ._nn.skeleton import aliases_of, changed, local_part, refuse_meta
 from ._optim.optimizer import put
 from ._plan.advance import Collision
 from ._runtime.given import NewCounts
+from ._storage.flat import clear_padding
 from ._storage.weights import spoilt
 from ._transports import cuda_driver
 from .look.peak import StepMemory, Stretch, find_peak
@@ -30,10 +31,10 @@ from .look.sizes import plan_for, steps_on
 __all__ = [
     "Capture", "Collision", "Graph", "GraphBuild", "HostBuffer", "NewCounts", "StepMemory", "Stretch", "Veto",
     "Vetoed", "aliases_of", "around_bound_calls", "as_names", "base_of", "begin_compiled", "by_rules", "changed",
-    "coordinate_of", "cuda_driver", "expect", "find_peak", "foreign_tracer", "full_tensor", "given_in", "graph_of",
-    "keep_residuals", "local_part", "note_activations", "objects", "outside_inference", "plan_for",
-    "point_at_second_gathers", "put", "ranges", "refuse_meta", "refuse_values", "residuals_kept", "spoilt", "steps_on",
-    "torch_private", "tracing_now", "users_line",
+    "clear_padding", "coordinate_of", "cuda_driver", "expect", "find_peak", "foreign_tracer", "full_tensor",
+    "given_in", "graph_of", "keep_residuals", "local_part", "note_activations", "objects", "outside_inference",
+    "plan_for", "point_at_second_gathers", "put", "ranges", "refuse_meta", "refuse_values", "residuals_kept",
+    "spoilt", "steps_on", "torch_private", "tracing_now", "users_line",
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from functional_fsdp import FlatBuffer, Partial, ScheduleError, Sharded, SpecError, State, TreeError, finish_reductions
-from functional_fsdp._seams import expect, torch_private
+from functional_fsdp._seams import clear_padding, expect, torch_private
 from functional_fsdp.extend import all_reduce, leaf_shards, over_shards, shards, total
 
 __all__ = ["Buffers", "WireError", "check_tree", "dot", "global_norm", "norms", "widest", "wire_error"]
@@ -148,7 +148,7 @@ def norms(
 def dot(state: State, a: Buffers, b: Buffers) -> tuple[State, torch.Tensor]:
     """The sum of the products of the elements of two trees, each element once: `state, product`, a tensor [].
 
-    It does not wait for the device. For a moment there is the product of a bucket's shards beside them, twice. What
+    It does not wait for the device. For a moment there is the product of a bucket's shards beside them. What
     `tree_map(torch.randn_like, state.main)` puts between leaves does not count.
 
     Args:
@@ -177,20 +177,15 @@ def dot(state: State, a: Buffers, b: Buffers) -> tuple[State, torch.Tensor]:
     dtype = widest(a, b)
     values = {}
     for axes, buffers in shards(state, {name: a[name] for name in both}).items():
-        each = [buffer.but(buffer.local.to(dtype).mul(b[buffer.bucket.name].local)) for buffer in buffers]
-        products = [_of_leaves(product).sum() for product in each]
-        values[axes] = torch.stack(products).sum()
+        values[axes] = torch.stack([_product(x, b[x.bucket.name], dtype) for x in buffers]).sum()
     return state, total(state, values)
 
 
-def _of_leaves(buffer: FlatBuffer) -> torch.Tensor:
-    """A buffer's numbers, with zeros in the place of what lies between leaves."""
-    leaves = [local for _, _, local in leaf_shards(buffer)]
-    if sum(leaf.numel() for leaf in leaves) == buffer.local.numel():
-        return buffer.local
-    inside = buffer.but(torch.zeros_like(buffer.local))
-    torch_private.foreach_copy_([local for _, _, local in leaf_shards(inside)], leaves)
-    return inside.local
+def _product(a: FlatBuffer, b: FlatBuffer, dtype: torch.dtype) -> torch.Tensor:
+    """The sum over this rank's elements of leaves: []."""
+    each = a.but(a.local.to(dtype).mul(b.local))
+    clear_padding([each])
+    return each.local.sum()
 
 
 def _check_ord(what: str, ord: float) -> None:

@@ -49,7 +49,7 @@ from .._spec.spec import Spec
 from .._state.lineage import Version
 from .._state.shard import build, given, needs_spec
 from .._state.state import State
-from .._storage.flat import FlatBuffer, leaf_shards
+from .._storage.flat import FlatBuffer, clear_padding
 from .._storage.weights import refresh
 from .dcp_files import complete, read_tensors, write_tensors
 from .folder import Claim, check_shared, may_keep, partial, reading, unfinished
@@ -90,13 +90,7 @@ def blank(value: Any) -> Any:
     if lacked or not value.local.is_floating_point():
         return value.but(zeros_as(value.local))
     made = value.but(empty_as(value.local))
-    start, at = made.span()[0], 0
-    for leaf, first, local in leaf_shards(made):
-        if local.numel():
-            begin = leaf.offset + first - start
-            made.local[at:begin].zero_()
-            at = begin + local.numel()
-    made.local[at:].zero_()
+    clear_padding([made])
     return made
 
 

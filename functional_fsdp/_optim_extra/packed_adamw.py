@@ -25,7 +25,7 @@ from .._optim.optimizer import Tree, UpdatesSome, count_missed, tensors
 from .._plan.bucket import ALIGN
 from .._runtime.given import Leaves
 from .._spec.codec import Codec, Planes
-from .._storage.flat import FlatBuffer, summary
+from .._storage.flat import FlatBuffer, padding, summary
 from ..codecs.kernels import update
 
 __all__ = ["PackedAdamState", "PackedAdamW", "packed"]
@@ -101,12 +101,8 @@ class PackedAdamW(UpdatesSome):
             for plane, tree in trees.items():
                 value = zero(codec, plane)
                 for buffer in tree.values() if value else ():
-                    start, stop = buffer.span()
-                    leaves = buffer.bucket.leaves
-                    ends = [*(leaf.offset for leaf in leaves[1:]), buffer.bucket.numel]
-                    for leaf, end in zip(leaves, ends, strict=True):
-                        a, b = max(leaf.offset + leaf.numel, start), min(end, stop)
-                        buffer.local[a - start : max(a, b) - start].fill_(value)
+                    for view in padding(buffer):
+                        view.fill_(value)
         return opt
 
     @property

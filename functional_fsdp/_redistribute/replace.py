@@ -18,7 +18,7 @@ from .._axes.cuts import cut_of
 from .._common.calls import ordinary, verb
 from .._common.device import checksum, clone_as, empty_as
 from .._common.errors import ScheduleError, TreeError, expect
-from .._common.torch_names import foreach_copy_, pytree
+from .._common.torch_names import pytree
 from .._common.tracing import traced_as
 from .._common.tree import flatten
 from .._nn.packed_weight import PackedWeight
@@ -29,7 +29,7 @@ from .._runtime.runtime import runtime_of
 from .._state.lineage import Version
 from .._state.shard import read_sums
 from .._state.state import State
-from .._storage.flat import FlatBuffer, leaf_shards, zeros
+from .._storage.flat import FlatBuffer, clear_padding, leaf_shards, zeros
 from .._storage.weights import refresh, stored_as
 from .._verbs.verbs import finish_reductions
 
@@ -124,7 +124,8 @@ def _fill(state: State, params: Any, main: dict[str, FlatBuffer]) -> Values | No
     if isinstance(params, Mapping) and params and all(isinstance(b, FlatBuffer) for b in params.values()):
         _fit("replace_params", params, main, {name: b.bucket.main for name, b in main.items()})
         for name, buffer in main.items():
-            _copy_leaves(buffer, params[name])
+            buffer.local.copy_(params[name].local.detach())
+        clear_padding(main.values())  # a program's `tree_map` may have put something there
         return None
     values = _leaves(state, params)
     is_whole, at = True, runtime_of(state.spec.mesh).coordinate
@@ -141,15 +142,6 @@ def _fill(state: State, params: Any, main: dict[str, FlatBuffer]) -> Values | No
                 is_whole = False
             local.copy_(value.detach())
     return values if is_whole else None
-
-
-def _copy_leaves(there: FlatBuffer, given: FlatBuffer) -> FlatBuffer:
-    """Copy leaves into zeros: what a program's `tree_map` has put between them stays behind."""
-    into, values = (
-        [local for _, _, local in leaf_shards(buffer)] for buffer in (there, given.but(given.local.detach()))
-    )
-    foreach_copy_(into, values)
-    return there
 
 
 def _leaves(state: State, params: Any) -> Values:
@@ -272,9 +264,10 @@ def replace_grads(state: State, grads: Any) -> State:
     if state.grads or reductions.early:  # what is under way would be added to the new ones
         state = finish_reductions(state)
     state.version.lineage.enter(state.version.serial, "replace_grads")
-    made = {name: buffer.but(torch.zeros_like(grads[name].local)) for name, buffer in main.items()}
     with state.version.lineage:
-        sink.set_gradients({name: _copy_leaves(buffer, grads[name]) for name, buffer in made.items()})
+        made = {name: buffer.but(grads[name].local.detach().clone()) for name, buffer in main.items()}
+        clear_padding(made.values())
+        sink.set_gradients(made)
         reductions.given.resume(given)
         reductions.feedback.resume(lost)
         state = state.version.lineage.advance(state, "replace_grads()", sink.grads)

@@ -9,7 +9,7 @@ Gathers and reductions that a plan names are jobs on lanes of their own: see `_e
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import torch
 from .._common.calls import provided
 from .._common.device import host_memory, in_host_memory, make_room, zeros_as
 from .._common.errors import SpecError
-from .._common.torch_names import pytree, unflatten_dense_tensors
+from .._common.torch_names import foreach_zero_, pytree, unflatten_dense_tensors
 from .._common.tracing import traced_as
 from .._common.tree import register
 from .._plan.layout import Bucket, Leaf
@@ -258,6 +258,23 @@ def leaf_shards(buffer: FlatBuffer) -> list[LeafShard]:
         part = (a - leaf.offset, buffer.local[a - start : b - start]) if a < b else (0, buffer.local[:0])
         found.append(LeafShard(leaf, *part))
     return found
+
+
+def padding(buffer: FlatBuffer) -> list[torch.Tensor]:
+    """What this rank holds that is of no leaf, between leaves and after them: views, 1-D."""
+    start, stop = buffer.span()
+    at, found = start, []
+    for a, b in (*(leaf.within(start, stop) for leaf in buffer.bucket.leaves if leaf.numel), (stop, stop + 1)):
+        if a < b:
+            found += [buffer.local[at - start : a - start]] if at < a else []
+            at = b
+    return found
+
+
+def clear_padding(buffers: Iterable[FlatBuffer]) -> None:
+    """Put zeros where no leaf lies, at once."""
+    if views := [view for buffer in buffers for view in padding(buffer)]:
+        foreach_zero_(views)
 
 
 def gather_leaves(buffer: FlatBuffer, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:

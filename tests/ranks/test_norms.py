@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from math import inf
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.driven import raised
 from support.presets import PRESETS, TWO_AXES, ranks_of
 from support.problems import Tree, batch, full_grads, largest, loss_fn, mesh_and_placement, net, on, reference
 from support.ranks import launch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
@@ -316,6 +318,32 @@ def beside_leaves(preset: str) -> None:
     assert float(norm) ** 2 == pytest.approx(float(product))
     moved = fsdp.step(moved)
     assert not any(buffer.local.any() for buffer in moved.main.values())  # 2 - 2 in leaves, and 0 beside them
+
+
+class Products(TorchDispatchMode):
+    """How many products there are at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refs: list[Any] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mul.Tensor and out.dim():
+            self.refs.append(weakref.ref(out))
+            self.most = max(self.most, sum(ref() is not None for ref in self.refs))
+        return out
+
+
+def test_a_product_takes_memory_for_one_bucket_at_a_time() -> None:
+    params = {str(i): {"w": torch.ones(300)} for i in range(4)}
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh("cpu"), units=["*"]))
+    with Products() as seen:
+        state, product = T.dot(state, state.main, state.main)
+    assert float(product) == 1200
+    assert len(seen.refs) == 4
+    assert seen.most == 1
 
 
 @pytest.mark.parametrize("preset", ["zero3", "ddp"])
