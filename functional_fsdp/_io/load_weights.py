@@ -13,7 +13,7 @@ import torch
 
 from .._common.calls import alone, verb
 from .._common.device import clone_as
-from .._common.errors import ScheduleError, SpecError, TreeError
+from .._common.errors import ScheduleError, SpecError, TreeError, expect
 from .._redistribute.redistribute import Node, nodes_of
 from .._redistribute.replace import copies, renewed
 from .._runtime.agreement import Joint, Topic, agree
@@ -186,6 +186,7 @@ def load_optimizer_state(
 
     def look() -> tuple[Source, list[Topic]]:
         nonlocal steps
+        expect("load_optimizer_state(partial)", partial, bool, "True or False")
         if steps is not None and (type(steps) is not int or steps < 0):
             raise SpecError(f"load_optimizer_state(steps={steps!r}): expected a whole number, 0 or more, or None.")
         given, taken = _source(state, source, rename)

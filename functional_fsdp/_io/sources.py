@@ -14,7 +14,7 @@ import torch
 
 from .._axes.cuts import Cuts, whole_shape
 from .._common.calls import provide
-from .._common.errors import PATH, SpecError, TreeError, expect
+from .._common.errors import PATH, SpecError, TreeError, as_names, expect
 from .._common.tree import PathIndex
 from .._runtime.agreement import Topic
 from .._storage.flat import FlatBuffer, coordinate_of, leaf_shards
@@ -158,7 +158,7 @@ def _optional(partial: Partial, paths: Sequence[str], aliases: Mapping[str, str]
     if isinstance(partial, bool):
         return {*paths} if partial else set()
     index, found = PathIndex(paths), set()
-    for pattern in [partial] if isinstance(partial, str) else partial:
+    for pattern in as_names("partial", partial):
         hits = index.hits(pattern)
         if not hits:
             raise SpecError(

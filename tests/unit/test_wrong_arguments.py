@@ -52,6 +52,15 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a tensor": (lambda state: fsdp.shard(params, state.spec, seed=wrong[4]), r"seed=tensor\(3.\): expected a whole"),
     "a list": (lambda state: fsdp.Spec(sizes, trainable=wrong[0]), r"Spec\(trainable=.*expected {pattern: bool}"),
     "a number": (lambda state: fsdp.Spec(sizes, labels=wrong[1]), r"Spec\(labels=.*expected {pattern: str}"),
+    "patterns": (
+        lambda state: fsdp.load_weights(state, params, partial=wrong[3]),
+        "partial: expected a name or several, and got 1.5",
+    ),
+    "no pattern": (lambda state: fsdp.load_weights(state, params, partial=wrong[2]), "partial: .* and got None"),
+    "patterns of moments": (
+        lambda state: fsdp.load_optimizer_state(state, {}, partial=wrong[0]),
+        r"load_optimizer_state\(partial\): expected True or False, and got a list",
+    ),
     "labels": (
         lambda state: T.linear_cross_entropy(hidden, head, torch.rand(3)),
         "labels are torch.float32; expected int",
