@@ -278,8 +278,8 @@ class Bucket:
         included."""
         stops = [leaf.offset for leaf in self.leaves[1:]] + [self.numel]
         if self.among:
-            each = self.by_leaf or self.every > 1
-            stops = [leaf.offset + (leaf.numel if each else aligned(leaf.numel, ALIGN)) for leaf in self.leaves]
+            step = 1 if self.by_leaf else ALIGN // self.every
+            stops = [leaf.offset + aligned(leaf.numel, step) for leaf in self.leaves]
         runs: list[tuple[str, int, int]] = []
         for leaf, stop, on in zip(self.leaves, stops, given, strict=True):
             if on and runs and runs[-1][0] == leaf.label and runs[-1][2] == leaf.offset:

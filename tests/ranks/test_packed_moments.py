@@ -255,6 +255,25 @@ def test_leaves_without_a_gradient_are_left_out() -> None:
         assert all(torch.allclose(found[path], p, rtol=1e-6) for path, p in right.items())
 
 
+def among_others(codec: fsdp.Codec) -> None:
+    """Two optimizers with packed moments, each of its own leaves, are one with all."""
+    mesh: Any = fsdp.local_mesh("cpu")
+    leaves, found = {"a": torch.linspace(-1, 1, 150), "b": torch.linspace(1, 2, 5), "c": torch.ones(301)}, []
+    one = fsdp.adamw(lr=0.1, moments=codec)
+    for optimizer in (one, fsdp.partition({"few": one, "default": one})):
+        state = fsdp.shard({"unit": leaves}, fsdp.Spec(mesh, labels={"unit.b": "few"}), optimizer)
+        for step in range(3):
+            grads = {path: p.sin() * (step + 1) for path, p in leaves.items()}
+            state = fsdp.step(fsdp.reduce(state, {"unit": grads}))
+        found.append(fsdp.full_params(state)["unit"])
+    assert all(torch.equal(found[1][path], p) for path, p in found[0].items())
+
+
+@pytest.mark.parametrize("codec", [fsdp.dynamic8(), fsdp.dynamic8(32), fsdp.mxfp8()], ids=str)
+def test_leaves_of_one_of_several_optimizers(codec: fsdp.Codec) -> None:
+    launch(among_others, (codec,), nprocs=2, simulate=True)
+
+
 def test_whole_compiled_steps() -> None:
     def step(state: fsdp.State, x: torch.Tensor) -> Any:
         state, params = fsdp.unshard(state)
