@@ -79,7 +79,6 @@ def save_safetensors(
         def begin() -> tuple[Plan, list[Topic]]:
             state._resting("save_safetensors")
             cuts = checked(convert, (*state.layout.paths, *flatten(state.buffers)[0]))
-            number("save_safetensors(max_shard_size)", max_shard_size)
             parts, tensors = _tensors(state, dtype, cuts)
             files = files_of(tensors, max_shard_size)
             if claim is not None:
@@ -166,6 +165,7 @@ def _tensors(state: State, dtype: torch.dtype | None, convert: Conversions) -> t
 
 def files_of(tensors: Tensors, most: int) -> Files:
     """What goes into which file, in that order."""
+    number("max_shard_size", most)
     files: Files = [{}]
     size = 0
     for name, (kind, shape) in tensors.items():
