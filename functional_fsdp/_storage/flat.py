@@ -262,13 +262,10 @@ def leaf_shards(buffer: FlatBuffer) -> list[LeafShard]:
 
 def padding(buffer: FlatBuffer) -> list[torch.Tensor]:
     """What this rank holds that is of no leaf, between leaves and after them: views, 1-D."""
-    start, stop = buffer.span()
-    at, found = start, []
-    for a, b in (*(leaf.within(start, stop) for leaf in buffer.bucket.leaves if leaf.numel), (stop, stop + 1)):
-        if a < b:
-            found += [buffer.local[at - start : a - start]] if at < a else []
-            at = b
-    return found
+    (start, stop), leaves = buffer.span(), buffer.bucket.leaves
+    begins, ends = [0, *(one.offset + one.numel for one in leaves)], [*(one.offset for one in leaves), stop]
+    cuts = ((max(a, start), min(b, stop)) for a, b in zip(begins, ends, strict=True))
+    return [buffer.local[a - start : b - start] for a, b in cuts if a < b]
 
 
 def clear_padding(buffers: Iterable[FlatBuffer]) -> None:

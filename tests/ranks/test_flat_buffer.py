@@ -10,6 +10,7 @@ from support.redistributed import ONE, TWO, bucket_on, moves, value
 
 import functional_fsdp as fsdp
 from functional_fsdp import FlatBuffer, Partial, Replicated, Sharded
+from functional_fsdp._storage.flat import padding
 
 
 @pytest.mark.parametrize("average", ["mean", "sum"])
@@ -39,3 +40,19 @@ def test_a_wrong_out_says_both_shapes() -> None:
         buffer.redistribute({"data": Replicated}, torch.zeros(3))
     with pytest.raises(fsdp.SpecError, match="unknown axis 'tensor'"):
         buffer.redistribute({"tensor": Replicated})
+
+
+def tiled() -> None:
+    leaves = {str(i): torch.ones(n) for i, n in enumerate((0, 1, 127, 128, 0, 129, 511, 0))}
+    spec = fsdp.Spec(fsdp.local_mesh("cpu"))
+    state = fsdp.shard({"unit": leaves}, spec, fsdp.adamw(moments=fsdp.dynamic8(32)))
+    for buffer in (buffer for tree in (state.main, *state.opt.mean.values()) for buffer in tree.values()):
+        seen = buffer.but(torch.zeros(buffer.local.numel()))
+        for view in (*padding(seen), *(shard.local for shard in fsdp.extend.leaf_shards(seen))):
+            view.add_(1)
+        assert (seen.local == 1).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_leaves_and_padding_are_every_element_once(ranks: int) -> None:
+    fsdp.launch(tiled, nprocs=ranks, simulate=True)
