@@ -113,14 +113,15 @@ def remat(
         >>> model = T.remat(model, "blocks.*", save=("attn",), offload=("mlp",))
         >>> forward_backward = T.forward_backward(model, loss_fn)
     """
-    for name, given in (("save", save), ("offload", offload), ("products", products)):
-        as_names(f"remat({name})", given)
+    inner = {"save": save, "offload": offload, "products": products}
+    for name, given in inner.items():
+        inner[name] = as_names(f"remat({name})", given)
         if isinstance(given, str):
             raise SpecError(f"remat({name}={given!r}): expected several patterns, as {name}=({given!r},).")
     if not isinstance(what, nn.Module):
         if patterns:
             raise SpecError(f"remat: {', '.join(map(repr, patterns))} are paths in a model, and this is a function.")
-        if save or offload or products:
+        if any(inner.values()):
             raise SpecError(PARTS)
         again = partial(_checkpointed, what, preserve_rng_state)
         again.__wrapped__ = what  # type: ignore[attr-defined]
@@ -129,8 +130,7 @@ def remat(
     if not patterns:
         raise SpecError("remat(model): name the modules that recompute, as remat(model, 'blocks.*').")
     for path, module in outermost("remat", model, patterns):
-        parts = {name: outermost(f"remat({name}=) in {path!r}", module, (*given,))
-                 for name, given in (("save", save), ("offload", offload), ("products", products))}  # fmt: skip
+        parts = {name: outermost(f"remat({name}=) in {path!r}", module, (*given,)) for name, given in inner.items()}
         _check(path, {name: [one for one, _ in found] for name, found in parts.items()})
         for one, part in parts.pop("products"):
             _become_products(f"{path}.{one}", part)
@@ -242,8 +242,7 @@ def _checkpoint(
             "tangents. Use torch.func.jvp in the place of torch.autograd.forward_ad, or leave remat out."
         )
     region = Region(fn, module, habits, generators)
-    early = habits.ends_early(module)
-    return checkpoint(region, *args, use_reentrant=False, preserve_rng_state=False, early_stop=early, **kwargs)
+    return checkpoint(region, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def _bound(cls: type[nn.Module], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -360,6 +359,8 @@ def _with_products(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _refuse(verb: str, path: str, module: nn.Module, mark: str, already: str) -> None:
+    if isinstance(module, torch.jit.ScriptModule):  # whose calls cannot be others
+        raise SpecError(f"{verb}: {path!r} is a torch.jit module. Name a module around it, or give the one it is of.")
     if type(module).forward is nn.Module.forward:
         raise SpecError(
             f"{verb}: {path!r} is a {type(module).__name__}, which is never called. Name what is in it, as "

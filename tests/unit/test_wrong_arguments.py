@@ -182,17 +182,22 @@ def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
         fsdp.latest_checkpoint(folder / "layout.json")
 
 
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(torch.tanh(x))
+
+
 class Scripted(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, act: Any) -> None:
         super().__init__()
-        self.layer, self.act = nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Tanh(), nn.Tanh()))
+        self.layer, self.act = nn.Linear(4, 4), torch.jit.script(act)
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.act(self.layer(x))
 
 
-def test_modules_with_a_part_of_torch_jit_are_computed_again() -> None:
-    plain = nn.Sequential(Scripted(), Scripted()).double()
+@pytest.mark.parametrize("act", [nn.Sequential(nn.Tanh(), nn.Tanh()), twice])
+def test_modules_with_a_part_of_torch_jit_are_computed_again(act: Any) -> None:
+    plain = nn.Sequential(Scripted(act), Scripted(act)).double()
     own, skeleton = fsdp.functionalize(plain)
     state = fsdp.shard(own, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.sgd(lr=0.1))
     x = torch.randn(3, 4).double()
@@ -202,9 +207,14 @@ def test_modules_with_a_part_of_torch_jit_are_computed_again() -> None:
     torch.testing.assert_close(loss, right.detach(), rtol=1e-9, atol=0)
     for path, p in plain.named_parameters():
         torch.testing.assert_close(fsdp.local_shards(found, "grads")[path].view_as(p), p.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_part_of_torch_jit_alone_is_not_computed_again() -> None:
+    skeleton = fsdp.functionalize(nn.Sequential(Scripted(nn.Sequential(nn.Tanh()))))[1]
     for call in (lambda: T.remat(skeleton, "*.act"), lambda: T.offload(skeleton, "*.act")):
         with pytest.raises(fsdp.SpecError, match=r"'0.act' is a torch.jit module"):
             call()
+    T.compile_units(skeleton, "*.act")  # may be
 
 
 def test_labels_of_any_integers_and_one_token_alone() -> None:

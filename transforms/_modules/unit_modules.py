@@ -44,7 +44,7 @@ def outermost(verb: str, model: nn.Module, patterns: tuple[str, ...]) -> list[tu
     """(path, module) of the modules that match a pattern, without those that lie in another of them.
 
     Raises:
-        SpecError: a pattern that matches no module, or one of torch.jit.
+        SpecError: a pattern that matches no module.
     """
     chosen: dict[str, nn.Module] = {}
     for pattern in as_names(f"{verb}(*patterns)", patterns):
@@ -57,13 +57,7 @@ def outermost(verb: str, model: nn.Module, patterns: tuple[str, ...]) -> list[tu
                 f"{verb}: the pattern {pattern!r} matches no module of {type(model).__name__}. Its parts are "
                 f"{', '.join(repr(name) for name, _ in model.named_children())}, ..."
             )
-    found = [(path, module) for path, module in chosen.items() if not any(path.startswith(f"{o}.") for o in chosen)]
-    for path, module in found:
-        if isinstance(module, torch.jit.ScriptModule):  # whose calls cannot be others
-            raise SpecError(
-                f"{verb}: {path!r} is a torch.jit module. Name a module around it, or give the one it is of."
-            )
-    return found
+    return [(path, module) for path, module in chosen.items() if not any(path.startswith(f"{o}.") for o in chosen)]
 
 
 Make = TypeVar("Make", bound=Callable[..., type[nn.Module]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn as nn
 
 from .draws import generators_in
@@ -24,15 +23,7 @@ class Habits:
     def __init__(self, owner: Owner) -> None:
         self.owner = owner
         self.python: dict[bool, bool] = {}
-        self.early: bool | None = None
         self.holders: dict[bool, list[tuple[nn.Module, str]]] = {}  # attributes that hold generators
-
-    def ends_early(self, module: nn.Module | None) -> bool:
-        """Whether what is computed again may end, by an exception, where nothing more is needed: TorchScript takes
-        that for an error."""
-        if self.early is None:
-            self.early = module is None or not any(isinstance(p, torch.jit.ScriptModule) for p in module.modules())
-        return self.early
 
     def generators(self, module: nn.Module) -> list[Any]:
         """Those that a module holds, or its parts do."""
