@@ -42,7 +42,7 @@ def clip_by_global_norm(
 
     Example: `state, norm = T.clip_by_global_norm(state, 1.0)`.
     """
-    _limit("clip_by_global_norm", "a norm", max_norm, isinstance(max_norm, torch.Tensor) and not max_norm.dim())
+    _limit("clip_by_global_norm", "a norm", max_norm)
     state, norm = global_norm(state, ord)
     if error_if_nonfinite:
         state = _finite(state, norm)
@@ -56,8 +56,9 @@ def clip_by_global_norm(
     return change(state, "clip_by_global_norm()", scale, max_norm), norm
 
 
-def _limit(verb: str, what: str, given: Any, good: bool = False) -> None:
-    if not good and not (isinstance(given, Real) and float(given) >= 0):
+def _limit(verb: str, what: str, given: Any) -> None:
+    good = not given.dim() if isinstance(given, torch.Tensor) else isinstance(given, Real) and float(given) >= 0
+    if not good:
         refuse("SpecError", f"{verb}({given!r}): expected {what} of at least 0.")
 
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -426,10 +427,10 @@ def _op(what: str, axis: Any, dim: int = 0, join: int = 0) -> _Op:
     raise SpecError(f'{what}(axis={axis!r}): expected one axis of a mesh, as mesh["tp"].')
 
 
-def _dim(x: torch.Tensor, dim: int, what: str) -> int:
-    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+def _dim(x: torch.Tensor, dim: Any, what: str) -> int:
+    if not isinstance(dim, Integral) or not -x.ndim <= int(dim) < x.ndim:
         raise TreeError(f"{what}(dim={dim!r}): the tensor {list(x.shape)} has dims {-x.ndim} to {x.ndim - 1}.")
-    return dim % x.ndim
+    return int(dim) % x.ndim
 
 
 def _divides(x: torch.Tensor, dim: int, n: int, what: str) -> None:

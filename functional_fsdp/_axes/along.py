@@ -10,7 +10,7 @@ Source: slices and equal leaves are what shard_map calls "varying" and "invarian
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class Along:
     grads: str = "equal"
 
     def __post_init__(self) -> None:
-        expect("Along(parts)", self.parts, (int, Sequence), "a number of parts, or their relative sizes")
+        expect("Along(parts)", self.parts, (int, Iterable), "a number of parts, or their relative sizes")
         sizes = self.parts if isinstance(self.parts, int) else tuple(self.parts)
         object.__setattr__(self, "parts", sizes)
         if not isinstance(self.axis, str) or not isinstance(self.dim, int | None):

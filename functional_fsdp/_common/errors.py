@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from numbers import Number
+from pathlib import Path
 from typing import Any, TypeVar
 
 
@@ -41,8 +43,7 @@ class RestartError(FsdpError, RuntimeError):
 
 
 T = TypeVar("T")
-PATH = (str, os.PathLike)
-PLAIN = (type(None), bool, int, float, complex, str, bytes)
+PLAIN = (type(None), Number, str, bytes)
 
 
 def expect(what: str, value: T, kinds: Any, said: str, error: type[Exception] = SpecError) -> T:
@@ -51,6 +52,11 @@ def expect(what: str, value: T, kinds: Any, said: str, error: type[Exception] = 
         given = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
         raise error(f"{what}: expected {said}, and got {repr(value) if isinstance(value, PLAIN) else given}.")
     return value
+
+
+def as_path(what: str, value: Any, said: str = "a path") -> Path:
+    """What names a file or a folder."""
+    return Path(os.fsdecode(expect(what, value, (str, bytes, os.PathLike), said)))
 
 
 def as_names(what: str, value: Any) -> tuple[str, ...]:

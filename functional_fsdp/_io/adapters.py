@@ -126,7 +126,7 @@ def save_adapter(
                         for p in wanted:
                             held |= dict.fromkeys(named[p], whole[p].to("cpu", copy=True).contiguous())
         joint(write, "tensors")
-    return Path(folder)
+    return Path(os.fsdecode(folder))
 
 
 def _listed(one: Any) -> Any:
@@ -357,7 +357,7 @@ def save_merged(
             except OSError as error:
                 wrong.append(error)
         joint(complete, "tensors")
-    return Path(folder)
+    return Path(os.fsdecode(folder))
 
 
 def _tensors(state: State, config: Any, adapter: str, dtype: torch.dtype | None) -> Tensors:

@@ -35,7 +35,7 @@ import torch
 
 from .._common.calls import alone, outside_inference
 from .._common.device import empty_as, zeros_as
-from .._common.errors import PATH, CheckpointError, FsdpError, RestartError, SpecError, TreeError, as_names, expect
+from .._common.errors import CheckpointError, FsdpError, RestartError, SpecError, TreeError, as_names, as_path
 from .._common.torch_names import pytree
 from .._common.tree import flatten
 from .._engine.gathers import resolve_transport
@@ -300,7 +300,7 @@ def save(state: State, folder: str | os.PathLike[str], *, max_to_keep: int | Non
     """
     with saving("save", state, folder) as one:
         _write(one, state, max_to_keep)
-    return Path(folder)
+    return Path(os.fsdecode(folder))
 
 
 class OpenSave(NamedTuple):
@@ -532,7 +532,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     Raises:
         CheckpointError: `folder` is a checkpoint itself. NotADirectoryError: a file. SpecError: no path.
     """
-    above = Path(expect("latest_checkpoint(folder)", folder, PATH, "a path"))
+    above = as_path("latest_checkpoint(folder)", folder)
     found: list[tuple[int, str, dict[str, Any]]] = []
     if os.path.lexists(above / NOTE):
         raise CheckpointError(f"latest_checkpoint: {above} is a checkpoint itself. Give the folder that it lies in.")
@@ -567,7 +567,7 @@ def same_folder(joint: Joint, folder: str | os.PathLike[str]) -> tuple[Path, str
         counts = {name: log.count for name, log in run.issued.items() if name != "control"}
         token = uuid.uuid4().hex[:12]
         try:
-            told = joint(lambda: (os.path.abspath(expect(what, folder, PATH, said)), token, counts), "folder")  # noqa: B023
+            told = joint(lambda: (os.path.abspath(as_path(what, folder, said)), token, counts), "folder")  # noqa: B023
             break
         except RestartError:  # a peer began anew; nothing of this call has happened
             if joint.known:

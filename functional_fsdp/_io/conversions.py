@@ -26,6 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
 import torch.nn as nn
@@ -166,7 +167,7 @@ def _parts(what: str, parts: Iterable[Conversion], **numbers: Any) -> tuple[Conv
         expect(f"{what}: a part", part, (str, Stacked, Concatenated, Transposed, Sliced), "a name, or a conversion")
     for name, given in numbers.items():
         for number in given if name == "sizes" else (given,):
-            expect(f"{what}({name})", number, int, "a whole number")
+            expect(f"{what}({name})", number, Integral, "a whole number")
     return found
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .._common.errors import PATH, CheckpointError, FsdpError, SpecError, expect
+from .._common.errors import CheckpointError, FsdpError, SpecError, as_path, expect
 from .._common.tree import bytes_text, table
 from .contents import Contents, Format, number_of
 from .formats.dcp import Accelerate, Dcp
@@ -237,14 +237,15 @@ def open_checkpoint(
         >>> checkpoint = fsdp.open_checkpoint(run)
         >>> state = fsdp.load_optimizer_state(fsdp.load_weights(state, checkpoint), checkpoint)
     """
-    contents = _contents(Path(expect("open_checkpoint(path)", path, PATH, "a path")))
+    folder = as_path("open_checkpoint(path)", path)
+    contents = _contents(folder)
     if base is not None:
-        contents = onto(contents, _contents(Path(expect("open_checkpoint(base)", base, PATH, "a path"))))
+        contents = onto(contents, _contents(as_path("open_checkpoint(base)", base)))
     if prefix is not None:
-        contents = _prefixed(Path(path), contents, expect("open_checkpoint(prefix)", prefix, str, "a text"))
+        contents = _prefixed(folder, contents, expect("open_checkpoint(prefix)", prefix, str, "a text"))
     if not contents.tensors:
-        raise CheckpointError(f"{path} is {contents.format}, and has no weights.")
-    return Checkpoint(Path(path), contents)
+        raise CheckpointError(f"{folder} is {contents.format}, and has no weights.")
+    return Checkpoint(folder, contents)
 
 
 def _contents(path: Path) -> Contents:

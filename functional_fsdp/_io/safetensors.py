@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+from numbers import Real
 from pathlib import Path
 
 import torch
 
 from .._common.calls import alone
-from .._common.errors import SpecError
+from .._common.errors import SpecError, expect
 from .._common.tree import flatten
-from .._optim.optimizer import number
 from .._runtime.agreement import Topic, agree
 from .._runtime.runtime import runtime_of
 from .._state.state import State
@@ -101,7 +101,7 @@ def save_safetensors(
         plan = agree(joint, "begin", begin)
         joint(write, "weights")
         joint(complete, "end")
-    return Path(folder)
+    return Path(os.fsdecode(folder))
 
 
 def _tensors(state: State, dtype: torch.dtype | None, convert: Conversions) -> tuple[Pieces, Tensors]:
@@ -165,7 +165,7 @@ def _tensors(state: State, dtype: torch.dtype | None, convert: Conversions) -> t
 
 def files_of(tensors: Tensors, most: int) -> Files:
     """What goes into which file, in that order."""
-    number("max_shard_size", most)
+    expect("max_shard_size", most, Real, "a number of bytes")
     files: Files = [{}]
     size = 0
     for name, (kind, shape) in tensors.items():

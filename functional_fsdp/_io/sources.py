@@ -14,7 +14,7 @@ import torch
 
 from .._axes.cuts import Cuts, whole_shape
 from .._common.calls import provide
-from .._common.errors import PATH, SpecError, TreeError, as_names, expect
+from .._common.errors import SpecError, TreeError, as_names, as_path, expect
 from .._common.tree import PathIndex
 from .._runtime.agreement import Topic
 from .._storage.flat import FlatBuffer, coordinate_of, leaf_shards
@@ -94,7 +94,7 @@ def opened(source: Any) -> Source:
     if isinstance(source, Mapping):
         return Source("the mapping", _tensors("the mapping", source))
     said = "a folder, a file, what open_checkpoint gives, or a mapping of names to tensors"
-    return OPENERS[0](Path(expect("weights", source, PATH, said)))
+    return OPENERS[0](as_path("weights", source, said))
 
 
 def same_source(source: Source, convert: Conversions) -> tuple[Source, list[Topic]]:

@@ -111,7 +111,7 @@ def save_dcp(
         joint(begin, "begin")
         written = joint(write, "tensors")
         joint(complete, "end")
-    return Path(folder)
+    return Path(os.fsdecode(folder))
 
 
 def _parts(state: State, model: str, optimizer: str | None, run: Runtime) -> Iterator[Placed]:

@@ -364,9 +364,11 @@ def _now(name: str, value: Any, count: torch.Tensor) -> Any:
     now = value(count)
     if not isinstance(now, torch.Tensor):
         number(f"{name}: what its function gave for the count", now)
-    elif now.dim() or now.is_complex() or (now.device != count.device and not lies_on_host(now)):
+    elif now.numel() != 1 or now.is_complex() or (now.device != count.device and not lies_on_host(now)):
         said = f"gave a tensor {list(now.shape)} of {now.dtype} on {now.device}; expected a number, or a real tensor []"
         refuse("SpecError", f"{name}: its function {said} on {count.device}, made of the count that it is given.")
+    elif now.dim():
+        now = now.reshape(())
     return now
 
 

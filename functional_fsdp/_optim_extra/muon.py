@@ -43,6 +43,7 @@ from .owners import Given, Moves, Owners, Part, Pattern, Slices, back, cut, find
 __all__ = ["Muon", "MuonState", "muon", "orthogonalized"]
 
 Tensors = list[torch.Tensor]
+Rates = dict[str, tuple[Any, Any]]  # of each label: learning rate and weight decay
 ADJUST = (None, "original", "match_rms_adamw")
 
 
@@ -186,25 +187,30 @@ class Muon(UpdatesSome):
         sender: Sender,
     ) -> tuple[Tree, MuonState]:  # fmt: skip
         lacking: Given = tuple([(name, tuple(some)) for name, some in given.items()])
+        labels = dict.fromkeys(label for buffer in main.values() for label, _, _ in buffer.bucket.labels)
+        rates = {  # before anything is written: a function may raise
+            label: (at("lr", self.lr, label, count), at("weight_decay", self.weight_decay, label, count))
+            for label in labels
+        }
         for group in opt.groups:
             names = tuple([name for name in group if name in main])
             for owners in opt.owners if names else ():
                 moves = owners.moves(names, lacking, sender.coordinate)
                 if moves.some:
                     weights, slopes, kept = (cut(moves, tree) for tree in (main, grads, opt.momentum))
-                    self._update(moves, skip, weights, slopes, kept, main[names[0]].local, count, sender)
+                    self._update(moves, skip, weights, slopes, kept, main[names[0]].local, rates, sender)
         return main, opt
 
     def _update(
         self, moves: Moves, skip: torch.Tensor | None, weights: Tensors, grads: Tensors, kept: Tensors,
-        like: torch.Tensor, count: torch.Tensor, sender: Sender,
+        like: torch.Tensor, rates: Rates, sender: Sender,
     ) -> None:  # fmt: skip
         change = self._moved(skip, grads, kept) if grads else like.new_empty(0, dtype=self.ns_dtype)
         change = there(moves, change, sender, "matrices")
         done = [self._orthogonal(change, *stack) for stack in moves.stacks]
         change = back(moves, done, change, sender, "matrices")
         if weights:
-            self._apply(moves, skip, weights, change, count)
+            self._apply(moves, skip, weights, change, rates)
 
     def _moved(self, skip: torch.Tensor | None, grads: Tensors, kept: Tensors) -> torch.Tensor:
         """Move the momentum on. Returns what is orthogonalized next, one run after the other, in `ns_dtype`."""
@@ -232,7 +238,7 @@ class Muon(UpdatesSome):
         return rearrange(done.view(matrices.shape), turned, **dict(pattern[1])).reshape(-1)
 
     def _apply(
-        self, moves: Moves, skip: torch.Tensor | None, weights: Tensors, change: torch.Tensor, count: torch.Tensor
+        self, moves: Moves, skip: torch.Tensor | None, weights: Tensors, change: torch.Tensor, rates: Rates
     ) -> None:
         """Weight decay and the change [of all runs], on shards."""
         dtypes = {one.dtype for one in weights}
@@ -245,7 +251,7 @@ class Muon(UpdatesSome):
         for i, (_, _, _, label, matrix) in enumerate(moves.runs):
             groups.setdefault((label, self._ratio(*matrix)), []).append(i)
         for (label, ratio), which in groups.items():
-            lr, decay = at("lr", self.lr, label, count), at("weight_decay", self.weight_decay, label, count)
+            lr, decay = rates[label]
             old, by = [weights[i] for i in which], [changes[i] for i in which]
             keep, step = 1 - lr * decay, -lr * ratio
             if skip is not None:
@@ -328,7 +334,7 @@ def muon(
     numbers("muon: weight_decay", weight_decay)
     number("muon: momentum", momentum, 1)
     number("muon: eps", eps)
-    expect("muon(ns_coefficients)", ns_coefficients, Sequence, "three numbers")
+    ns_coefficients = (*expect("muon(ns_coefficients)", ns_coefficients, Iterable, "three numbers"),)
     if len(ns_coefficients) != 3 or not all(isinstance(one, int | float) for one in ns_coefficients):
         raise SpecError(f"muon: ns_coefficients is {ns_coefficients!r}; expected three numbers.")
     if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or not 0 < ns_steps < 100:
@@ -349,7 +355,7 @@ def _patterns(matrices: Any) -> dict[str, Pattern]:
     named = matrices if isinstance(matrices, Mapping) else {"default": matrices}
     found = {}
     for label, one in named.items():
-        pattern, sizes = one if isinstance(one, tuple) and len(one) == 2 else (one, {})
+        pattern, sizes = one if isinstance(one, tuple | list) and len(one) == 2 else (one, {})
         plain = isinstance(pattern, str) and pattern.count("->") == 1 and "(" not in pattern.split("->")[1]
         if not plain or not isinstance(sizes, Mapping):
             raise SpecError(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -219,9 +220,10 @@ def tune(
     if (mesh is None) == (gpus is None):
         raise SpecError("tune: expected mesh={axis: ranks} or gpus=, one of them.")
     machine = Hardware.named(hardware)
-    if budget is not None and (not isinstance(budget, int) or budget < 1):
+    given: Any = ROOM * machine.memory if budget is None else budget
+    if not isinstance(given, Real) or not 1 <= float(given) < math.inf:
         raise SpecError(f"tune(budget={budget!r}): expected bytes, more than 0, as 70 * 2**30.")
-    most = int(ROOM * machine.memory) if budget is None else budget
+    most = int(ROOM * machine.memory if budget is None else budget)
     asked = _Asked(
         loss_fn, batch, mesh, most, optimizer, machine, precision or Precision(compute=torch.bfloat16), units, graph,
         compiled, microbatches, moves, tuple(transports), links,

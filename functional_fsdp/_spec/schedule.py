@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from .._common.errors import SpecError, expect
 from .._common.tree import PathIndex, bytes_text
@@ -132,12 +132,9 @@ def _text(value: object) -> bool:
 
 def _order(order: Sequence[str | Sequence[str]]) -> Order:
     """Lists as tuples. A group of one is that unit."""
-    groups = [None if isinstance(one, str) else one for one in order] if isinstance(order, Sequence) else []
-    if (
-        not isinstance(order, Sequence)
-        or isinstance(order, str)
-        or not all(isinstance(g, Sequence) and all(map(_text, g)) for g in groups if g is not None)
-    ):
+    order = order if isinstance(order, str) or not isinstance(order, Iterable) else tuple(order)
+    groups: list[Any] = [None if isinstance(one, str) else one for one in order] if isinstance(order, tuple) else [0]
+    if not all(isinstance(g, Sequence) and all(map(_text, g)) for g in groups if g is not None):
         raise SpecError(
             f"Schedule(order={order!r}): expected the names of units in order of use, as ('a', 'b', 'b', 'a'), a tuple "
             "of names where several are used at once, or 'recorded'."

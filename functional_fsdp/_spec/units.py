@@ -61,7 +61,10 @@ def units(model: nn.Module, *types: type) -> list[str]:
     """
     needs_module("units(model, *types)", model)
     for one in types:
-        expect("units(model, *types)", one, type, "classes of modules, as nn.Linear")
+        try:
+            isinstance(model, one)  # a class, a tuple or a union of them
+        except TypeError:
+            expect("units(model, *types)", one, type, "classes of modules, as nn.Linear")
     found: list[str] = []
     for path, module in model.named_modules():
         if path and isinstance(module, types) and not any(path.startswith(f + ".") for f in found):

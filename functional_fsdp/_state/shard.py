@@ -195,7 +195,8 @@ def shard(
     with Joint(run, "shard") as joint:
         infos, paths, treedef, values, spec, plan = agree(joint, "what is given", look)
         spec, plan = resolve_transport(spec, infos, paths, plan)
-        held: Any = expect("shard(buffers)", buffers or {}, Mapping, "{path: tensor}, as fsdp.buffers(model) gives")
+        said = "{path: tensor}, as fsdp.buffers(model) gives"
+        held: Any = expect("shard(buffers)", buffers or {}, Mapping | tuple | list, said)
         if source is not None:
             source.check(plan)
             held = source.buffers(held)

@@ -101,7 +101,7 @@ def _metrics(
     device = state.count.device
     leaves, treedef = pytree.tree_flatten(tree)
     tensors = [
-        torch.as_tensor(_tensor(name, leaf), device=device).detach()
+        _tensor(name, leaf, device).detach()
         if not isinstance(leaf, int | float | complex)  # else made there: nothing waits, and graphs can too
         else torch.full((), leaf, dtype=torch.complex64 if isinstance(leaf, complex) else torch.float32, device=device)
         for leaf in leaves
@@ -115,10 +115,14 @@ def _metrics(
     return state, pytree.tree_unflatten(done, treedef)
 
 
-def _tensor(name: str, leaf: Any) -> Any:
-    """A leaf of metrics that is no number."""
-    ready = isinstance(leaf, torch.Tensor) or hasattr(leaf, "__array__")  # an array of numpy's
-    return leaf if ready else expect(f"{name}(tree)", leaf, torch.Tensor, "numbers", TreeError)
+def _tensor(name: str, leaf: Any, device: torch.device) -> torch.Tensor:
+    """A leaf of metrics that is no number of Python's."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to(device)
+    try:
+        return torch.as_tensor(leaf, device=device)  # arrays, and what else torch takes
+    except (TypeError, ValueError, RuntimeError):
+        return expect(f"{name}(tree)", leaf, torch.Tensor, "numbers", TreeError)
 
 
 @traced_as(lambda state, name: nullcontext())  # a graph has nothing in flight when it begins

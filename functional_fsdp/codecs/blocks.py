@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
@@ -191,9 +192,12 @@ def fp8_block(block: int = 256, tile: tuple[int, int] | None = None) -> Codec:
 
     Example: `fsdp.Precision(compute=torch.bfloat16, wire=fsdp.fp8_block(), feedback=True)`.
     """
-    if tile is not None and len(expect("fp8_block(tile)", tile, tuple | list, said := "rows and columns")) != 2:
+    if tile is None:
+        return Fp8Block(block)
+    sizes = (*expect("fp8_block(tile)", tile, Iterable, said := "rows and columns"),)
+    if len(sizes) != 2 or isinstance(tile, str):
         raise SpecError(f"fp8_block(tile={tile!r}): expected {said}, as (128, 128).")
-    return Fp8Block(0 if tile is not None else block, tile if tile is None else (int(tile[0]), int(tile[1])))
+    return Fp8Block(0, (int(sizes[0]), int(sizes[1])))
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from .._common.errors import PATH, SpecError, expect
+from .._common.errors import SpecError, as_path
 from .._common.record import Collective
 from .._common.tree import bytes_text
 from .._plan.bucket import ALIGN, Bucket
@@ -154,7 +154,7 @@ class Page:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the picture, in the format that the path's ending names (PNG without one)."""
-        expect("draw: path", path, PATH, "a path")
+        path = as_path("draw: path", path)
         height = self.at + 0.15
         figure = _figure(self.width, height)
         for at, high, extent, panel in self.parts:

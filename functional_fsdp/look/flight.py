@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from .._common.errors import PATH, expect
+from .._common.errors import as_path
 from .._common.tracing import users_line
 from .._common.tree import table
 from .._runtime import runtime
@@ -173,7 +173,7 @@ def flight_record(folder: str | PathLike[str] | None) -> None:
     if folder is None:
         _RECORDER.stop()
     else:
-        _RECORDER.start(Path(expect("flight_record(folder)", folder, PATH, "a path, or None")))
+        _RECORDER.start(as_path("flight_record(folder)", folder, "a path, or None"))
 
 
 def read_flight(path: str | PathLike[str]) -> dict[str, Any]:

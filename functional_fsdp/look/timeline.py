@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from os import PathLike
 from typing import Any
 
@@ -95,8 +96,9 @@ def predict(
         SpecError: a bandwidth that is not positive, times that are negative, or no ranks.
     """
     expect("timeline(plan)", plan, Plan, "what make_plan gives")
-    for what, rate in (("gather", gather), ("reduce", reduce)):
-        if not isinstance(rate, int | float) or not rate > 0:
+    rates: dict[str, Any] = {"gather": gather, "reduce": reduce}
+    for what, rate in rates.items():
+        if not isinstance(rate, Real) or not float(rate) > 0:
             raise SpecError(f"timeline({what}={rate!r}): expected bytes a second, more than 0, as 300e9 for 300 GB/s.")
     given = compute if isinstance(compute, Mapping) else {"*": compute}
     times = _seconds(given, [*plan.by_name])

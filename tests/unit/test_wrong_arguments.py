@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -78,6 +81,7 @@ def test_what_is_of_another_kind_is_named(call: str) -> None:
 
 bad: Any = {"None": None, "3": 3, "bytes": b"x", "a list": [1], "lambda": lambda *_: None, "a text": "x"}
 bad |= {"nan": math.nan, "1j": 1j, "-1": -1, "a class": nn.Linear, "tensors": torch.ones(3)}
+bad["inf"] = math.inf
 bad["meta"] = torch.ones((), device="meta")
 loose: Any = fsdp
 driven: Any = T
@@ -89,10 +93,10 @@ def graded() -> Any:
     return T.forward_backward(model, loss_fn)(state, torch.randn(3, 2))[0]
 
 
-def stepped(make: Callable[..., Any], **settings: Any) -> Any:
+def stepped(make: Callable[..., Any], batch: Any = None, **settings: Any) -> Any:
     """A step whose settings are given by functions."""
     state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh("cpu")), make(**settings))
-    state, _ = T.forward_backward(model, loss_fn)(state, torch.randn(3, 2))
+    state, _ = T.forward_backward(model, loss_fn)(state, torch.randn(3, 2) if batch is None else batch)
     try:
         return fsdp.step(state)
     except fsdp.SpecError:
@@ -103,17 +107,17 @@ def stepped(make: Callable[..., Any], **settings: Any) -> Any:
 
 #: what is called, the names in `bad` that it is given, and what its error says, but for the value
 TABLE: dict[str, tuple[Callable[[Any], Any], str, str]] = {
-    "save": (lambda x: fsdp.save(graded(), x), "None,3,bytes,a class", r"save\(folder\): expected a path, and got"),
-    "save_dcp": (lambda x: fsdp.save_dcp(graded(), x), "None,3,bytes", r"save_dcp\(folder\): expected a path"),
+    "save": (lambda x: fsdp.save(graded(), x), "None,3,a class", r"save\(folder\): expected a path, and got"),
+    "save_dcp": (lambda x: fsdp.save_dcp(graded(), x), "None,3", r"save_dcp\(folder\): expected a path"),
     "files": (
         lambda x: fsdp.save_safetensors(graded(), x),
-        "None,bytes",
+        "None",
         r"save_safetensors\(folder\): expected a path",
     ),
-    "load(folder)": (lambda x: fsdp.load(x, fsdp.Spec(fsdp.local_mesh("cpu"))), "None,3,bytes", "expected a path"),
-    "latest_checkpoint": (loose.latest_checkpoint, "None,3,bytes,tensors", "expected a path, and got"),
+    "load(folder)": (lambda x: fsdp.load(x, fsdp.Spec(fsdp.local_mesh("cpu"))), "None,3", "expected a path"),
+    "latest_checkpoint": (loose.latest_checkpoint, "None,3,tensors", "expected a path, and got"),
     "open_checkpoint": (loose.open_checkpoint, "None,3,a list", "expected a path, and got"),
-    "flight_record": (loose.flight_record, "3,bytes,tensors", "expected a path, or None"),
+    "flight_record": (loose.flight_record, "3,tensors", "expected a path, or None"),
     "lr": (lambda x: stepped(fsdp.adamw, lr=lambda n: x), "None,a text,nan,1j,-1,tensors,meta,lambda", "lr: "),
     "betas": (lambda x: stepped(fsdp.adamw, betas=(0.9, lambda n: x)), "None,nan,tensors", "betas: "),
     "sgd": (lambda x: stepped(fsdp.sgd, momentum=lambda n: x, lr=0.1), "None,a text,nan,tensors", "momentum: "),
@@ -152,7 +156,7 @@ TABLE: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "rename": (lambda x: fsdp.load_weights(graded(), params, rename=x), "3,a text", "rename: expected a function from"),
     "local_mesh": (loose.local_mesh, "3,a list", r"local_mesh\(device\): expected a kind of device"),
     "from_quantized": (loose.from_quantized, "None,3", r"from_quantized\(model\): expected a module"),
-    "tile": (lambda x: loose.fp8_block(tile=x), "3,a text", r"fp8_block\(tile\): expected rows and columns"),
+    "tile": (lambda x: loose.fp8_block(tile=x), "3,a text", r"fp8_block\(tile.*: expected rows and columns"),
 }
 
 
@@ -162,6 +166,79 @@ def test_a_value_that_means_nothing_is_refused_by_name(call: str) -> None:
     for value in map(bad.__getitem__, values.split(",")):
         with pytest.raises((fsdp.TreeError, fsdp.SpecError), match=said):
             function(value)
+
+
+def stepped_by(make: Callable[..., Any], lr: Any) -> bool:
+    """Whether a function that gives this has the same done as the number."""
+    batch = torch.ones(3, 2)
+    found, right = (stepped(make, batch, lr=one) for one in (lambda n: lr, float(lr)))
+    return all(torch.equal(right.main[name].local, buffer.local) for name, buffer in found.main.items())
+
+
+def saved_to(folder: Any) -> bool:
+    """Whether a state is saved and found there."""
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh("cpu")))
+    path = fsdp.save(state, folder)
+    there = path == Path(os.fsdecode(folder)) == fsdp.latest_checkpoint(path.parent)
+    return there and fsdp.load(folder, state.spec).steps == 0
+
+
+def buffered(**given: Any) -> Any:
+    """A state with two buffers."""
+    given = {"buffers": {"a": torch.ones(1), "b": torch.ones(1)}} | given
+    return fsdp.shard(params, fsdp.Spec(fsdp.local_mesh("cpu")), **given)
+
+
+deep: Any = fsdp.functionalize(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh())))[1]
+
+#: what means something, though it is not of the first kind that one thinks of
+TAKEN: dict[str, Callable[[Path], Any]] = {
+    "lr of numpy's": lambda _: stepped_by(fsdp.adamw, np.float32(0.125)),
+    "lr [1] of sgd": lambda _: stepped_by(fsdp.sgd, torch.tensor([0.125])),
+    "lr [1] of adamw": lambda _: stepped_by(fsdp.adamw, torch.tensor([0.125])),
+    "max_value []": lambda _: driven.clip_by_value(graded(), torch.tensor(0.5)),
+    "max_norm of numpy's": lambda _: driven.clipped_gradients(model, loss_fn, max_norm=np.float32(1)),
+    "metrics in an array": lambda _: fsdp.pmean(graded(), array("f", [1, 3]))[1].tolist() == [1, 3],
+    "a path of bytes": lambda folder: saved_to(os.fsencode(folder / "one")),
+    "one file": lambda folder: fsdp.save_safetensors(buffered(), folder / "one", max_shard_size=bad["inf"]),
+    "parts by a generator": lambda _: loose.Along("tp", 0, parts=(n for n in (1, 2))).parts == (1, 2),
+    "sizes of numpy's": lambda _: loose.Concatenated(["a", "b"], np.int64(0), np.array([1, 2])).sizes == (1, 2),
+    "slices of numpy's": lambda _: loose.Sliced("a", np.int64(1), np.int64(2)).start == 1,
+    "a tile of numpy's": lambda _: loose.fp8_block(tile=np.array([4, 8])).tile == (4, 8),
+    "an order by keys": lambda _: loose.Schedule({"a": 1, "b": 2}.keys()).order == ("a", "b"),
+    "an order by a generator": lambda _: loose.Schedule(name for name in "ab").order == ("a", "b"),
+    "types in a tuple": lambda _: loose.units(deep[0], (nn.Linear, nn.Tanh)) == ["0", "1"],
+    "types in a union": lambda _: loose.units(deep[0], nn.Linear | nn.Tanh) == ["0", "1"],
+    "coefficients of numpy's": lambda _: loose.muon(ns_coefficients=np.array([3.0, -4.0, 2.0])),
+    "a pattern in a list": lambda _: loose.muon(matrices=["(k i) o -> k i o", {"k": 2}]).matrices,
+    "buffers in a list": lambda _: len(buffered(buffers=[torch.ones(2)]).buffers) == 1,
+    "local buffers by a generator": lambda _: buffered(local_buffers=(name for name in "a")).local_buffers == {"a"},
+    "local buffers by one name": lambda _: buffered(local_buffers="b").local_buffers == {"b"},
+    "parts of remat by a generator": lambda _: "_part" in vars(driven.remat(deep, "0", save=(n for n in "1"))[0][1]),
+    "a dim of numpy's": lambda _: (
+        driven.collectives.all_gather(torch.ones(2), fsdp.local_mesh("cpu"), dim=np.int64(0)).sum() == 2
+    ),
+    "a budget": lambda _: loose.tune(nn.Linear(2, 2), loss_fn, torch.ones(2, 2), mesh={"data": 1}, budget=7e9),
+}
+
+
+@pytest.mark.parametrize("call", TAKEN)
+def test_a_value_that_means_something_is_taken(call: str, tmp_path: Path) -> None:
+    assert TAKEN[call](tmp_path)
+
+
+def test_muon_looks_at_its_settings_before_it_writes_anything() -> None:
+    own = {"a": torch.randn(4, 4), "b": torch.randn(4, 4)}
+    now: Any = {"b": None}
+    optimizer = fsdp.muon(lr={"default": 0.1, "b": lambda count: now["b"]})
+    state = fsdp.shard(own, fsdp.Spec(fsdp.local_mesh("cpu"), labels={"b": "b"}), optimizer)
+    state = fsdp.reduce(*fsdp.unshard(state))
+    with pytest.raises(fsdp.SpecError, match="lr: what its function gave for the count is None"):
+        fsdp.step(state)
+    assert all(torch.equal(leaf, own[path]) for path, leaf in fsdp.full_params(state).items())
+    assert not any(buffer.local.any() for buffer in state.opt.momentum.values())
+    now["b"] = torch.tensor([0.1])
+    assert fsdp.step(state).steps == 1
 
 
 @pytest.mark.parametrize("name", ["newest", "replace_extras", "merged", "host_transfer", "lower"])

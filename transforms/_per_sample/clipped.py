@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import inf, prod
+from numbers import Real
 from typing import Any
 
 import torch
@@ -113,9 +114,11 @@ def clipped_gradients(
         weigh = forward_backward(model, partial(_weighed, loss_fn))
     else:
         weigh = partial(_weighted, Stages("clipped_gradients", model))
-    if not 0 < expect("clipped_gradients(max_norm)", max_norm, (int, float), "a finite norm above 0") < inf:
+    for name, given in (("max_norm", max_norm), ("noise", noise)):
+        expect(f"clipped_gradients({name})", given, (Real, torch.Tensor), "a number")
+    if not 0 < max_norm < inf:
         raise SpecError(f"clipped_gradients(max_norm={max_norm!r}): expected a finite norm above 0.")
-    if not 0 <= expect("clipped_gradients(noise)", noise, (int, float), "a finite multiplier of at least 0") < inf:
+    if not 0 <= noise < inf:
         raise SpecError(f"clipped_gradients(noise={noise!r}): expected a finite multiplier of at least 0.")
 
     def f(
