@@ -346,6 +346,24 @@ def test_one_collection_of_all_objects_is_put_off(set_since: bool) -> None:
             gc.set_threshold(900, 12, 7)
         gc.collect()
         assert gc.get_threshold() == ((900, 12, 7) if set_since else (700, 10, 10))
+        assert set_since or gc.callbacks == callbacks
+    finally:
+        gc.callbacks[:] = callbacks
+        gc.set_threshold(*before)
+
+
+def test_what_somebody_sets_after_it_stays_and_callbacks_of_others_miss_nothing() -> None:
+    before, callbacks = gc.get_threshold(), [*gc.callbacks]
+    phases: list[str] = []
+    try:
+        gc.set_threshold(700, 10, 10)
+        collect_later()
+        gc.callbacks.append(lambda phase, info: phases.append(phase))
+        gc.collect()
+        gc.set_threshold(700, 10, LATER)
+        gc.collect()
+        assert gc.get_threshold() == (700, 10, LATER)
+        assert phases == ["start", "stop"] * (len(phases) // 2)
     finally:
         gc.callbacks[:] = callbacks
         gc.set_threshold(*before)

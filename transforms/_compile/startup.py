@@ -38,7 +38,7 @@ __all__ = ["Clock", "StartupReport", "finish_start", "start_compilers", "startup
 
 EVERY = 0.01  # seconds between two looks
 PATIENCE = 5.0  # seconds that pass before a line says what is being waited for
-LATER = 200  # collections of young objects before one of all; a start has 50 to 80 of them, and the rule is 10
+LATER = 200  # the third number of `gc.set_threshold`: a start counts to 50 or 80, and Python sets 10
 #: a part, and what stands in the path of a file of its code; the innermost frame that has one decides
 PARTS = (
     ("imports", ("<frozen importlib", "importlib/")),
@@ -229,7 +229,8 @@ def start_compilers() -> None:
     The first compiled step waits seconds for them. Ranks that connect wait for the network, and `init` and `load` for
     the device and the disk: call it before, once the program's own imports are done. What is compiled later waits for
     what is left. The next garbage collection of all objects, a pause of all threads, comes after the start, of young
-    ones as ever. Nothing else changes; a second call does nothing, and `os.fork` waits until the thread is done.
+    ones as ever: until then the third number of `gc.get_threshold()` is 200. Nothing else changes; a second call does
+    nothing, and `os.fork` waits until the thread is done.
 
     Example:
         >>> T.start_compilers()
@@ -250,9 +251,13 @@ def collect_later() -> None:
         gc.set_threshold(first, second, LATER)
 
         def collected(phase: str, info: dict[str, int]) -> None:
+            nonlocal before
             first, second, now = gc.get_threshold()
             if phase == "stop" and info["generation"] == 2 and now == LATER:  # else somebody has set another one
                 gc.set_threshold(first, second, before)
+                before = LATER  # once
+                if gc.callbacks[-1] is collected:  # else the one after it would miss this call
+                    gc.callbacks.pop()
 
         gc.callbacks.append(collected)
 
