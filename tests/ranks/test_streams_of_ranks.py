@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import warnings
 from collections.abc import Callable
@@ -60,11 +61,11 @@ def used(state: fsdp.State, unit: str, last: bool = True, released: bool = True)
     return fsdp.reduce(state, {"w": torch.ones(32, 32)}, unit, last_microbatch=last) if released else state
 
 
-def partial_gradients() -> list[str]:
+def partial_gradients(kind: str) -> list[str]:
     """Gradients stay partial until `step`, where others become zeros, perhaps in the memory of these."""
     with ordered() as order:
         mesh = fsdp.local_mesh(replica=2, shard=-1)
-        state = layers(mesh, fsdp.hsdp("replica", "shard", memory_kind=HOST), order=["layers.0", "layers.1"])
+        state = layers(mesh, fsdp.hsdp("replica", "shard", memory_kind=kind), order=["layers.0", "layers.1"])
         for _ in range(2):
             for unit in ("layers.1", "layers.0"):
                 state = used(state, unit, last=False)
@@ -200,8 +201,24 @@ def test_gradients_of_another_state_are_finished_before_they_are_taken() -> None
         torch.testing.assert_close(weights, torch.full((32, 32), 0.9899))  # a step of AdamW, with decay 0.01
 
 
-def test_zeros_come_after_what_lanes_still_read_there() -> None:
-    assert launch(partial_gradients, nprocs=4) == [[]] * 4
+def streamed_and_gone() -> list[str]:
+    """Nobody waits for a stream, and its state goes."""
+    with ordered() as order:
+        state = layers(fsdp.local_mesh(), fsdp.zero3("data"))
+        fsdp.stream_to(lambda *_: None, state)
+        del state
+        gc.collect()
+        return order.races
+
+
+@pytest.mark.parametrize("kind", ["device", HOST])
+def test_zeros_come_after_what_lanes_still_read_there(kind: str) -> None:
+    """On the device the partial gradients go, and lanes still have them."""
+    assert launch(partial_gradients, (kind,), nprocs=4) == [[]] * 4
+
+
+def test_weights_that_go_while_a_lane_streams_them_are_kept_for_it() -> None:
+    assert launch(streamed_and_gone, nprocs=2) == [[]] * 2
 
 
 @pytest.mark.parametrize("released", [False, True])
