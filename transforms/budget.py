@@ -291,7 +291,7 @@ class Trial:
             return seen[ways]
 
         def next_best(needed: float) -> tuple[Way, ...] | None:
-            return best(costs, count, needed, self.forward, self.hardware)
+            return best(costs, count, needed, self.forward, self.hardware, self.gradients)
 
         needed, found = before - limit, None
         for _ in range(TRIES):
@@ -315,6 +315,14 @@ class Trial:
     def forward(self) -> float:
         """Seconds of the forward of the model as it is."""
         return self.forward_of(self.all(KEPT))
+
+    @cached_property
+    def gradients(self) -> float:
+        """Bytes of main gradients that the backward of a block leaves on this rank's device."""
+        paths, main = tuple(f"{path}." for path in self.budget.paths), self.state.main
+        buckets = [bucket for bucket in self.state.layout.buckets.values() if bucket.leaves[0].path.startswith(paths)]
+        some = [b for b in buckets if b.name in self.state.layout.trainable and not b.grads_on_host]
+        return sum(main[b.name].local.numel() * b.grads.itemsize for b in some) / len(paths)
 
     @cached_property
     def costs(self) -> dict[Way, Cost]:
@@ -358,7 +366,8 @@ class Trial:
     def described(self, ways: tuple[Way, ...]) -> BudgetChoice:
         if all(way == KEPT for way in ways):
             return BudgetChoice(self.budget.nbytes, self.before, self.before, 0.0)
-        late = moving(self.rehearsed(ways).moved, self.forward_of(ways), self.hardware)
+        share = returning([(1, self.costs[way]) for way in ways], self.costs, self.gradients)
+        late = moving(self.rehearsed(ways).moved, self.forward_of(ways), self.hardware, share)
         more = self.seconds(ways) - self.seconds(self.all(KEPT)) + late
         return BudgetChoice(self.budget.nbytes, self.before, self.peak(ways), more, self.in_words(ways))
 
@@ -370,7 +379,7 @@ def _calls(block: nn.Module, name: str) -> bool:
 
 
 def best(
-    costs: dict[Way, Cost], count: int, needed: float, forward: float, hardware: Hardware
+    costs: dict[Way, Cost], count: int, needed: float, forward: float, hardware: Hardware, gradients: float = 0
 ) -> tuple[Way, ...] | None:
     """The first blocks one way, some another, and the others a third, so that enough is freed in the least time. Of
     these only the first are moved, and a way that others beat in bytes and seconds is in no group."""
@@ -390,17 +399,28 @@ def best(
                     if gain < 0 or rest * one.freed < lacks:
                         continue
                     k = 0 if rest * other.freed >= lacks else min(rest, -int(-(lacks - rest * other.freed) // gain))
-                    seconds = late + k * one.seconds + (rest - k) * other.seconds
+                    share = returning([(m, cost), (k, one), (rest - k, other)], costs, gradients)
+                    seconds = m * cost.seconds + k * one.seconds + (rest - k) * other.seconds
+                    seconds += moving(m * cost.moved, forward, hardware, share)
                     if found is None or (seconds, m + k) < found[:2]:
                         found = seconds, m + k, (first,) * m + (more,) * k + (less,) * (rest - k)
     return found[2] if found else None
 
 
-def moving(nbytes: float, forward: float, hardware: Hardware) -> float:
-    """Seconds that it takes to move so many bytes to the host and back: what a forward and a backward do not hide, and
-    what compute is slowed down by."""
+def returning(groups: Sequence[tuple[int, Cost]], costs: dict[Way, Cost], gradients: float) -> float:
+    """The share of the backward in which what is moved can come back: that of the blocks that are moved, which are its
+    last, and before them as much as finds room in what the others free, less the main gradients that these leave."""
+    most, count = max(cost.freed for cost in costs.values()), sum(n for n, _ in groups)
+    own, moved = sum(n for n, cost in groups if cost.moved), sum(n * cost.moved for n, cost in groups)
+    room = sum(n * (most - cost.freed - gradients) for n, cost in groups if not cost.moved)
+    return (own + (count - own) * min(1.0, max(0.0, room / moved))) / count if moved else 1.0
+
+
+def moving(nbytes: float, forward: float, hardware: Hardware, share: float = 1.0) -> float:
+    """Seconds that it takes to move so many bytes to the host and back: what a forward and this share of a backward do
+    not hide, and what compute is slowed down by."""
     each = nbytes / hardware.to_host
-    late = max(0.0, each - HIDDEN * forward) + max(0.0, each - HIDDEN * BACKWARD * forward)
+    late = max(0.0, each - HIDDEN * forward) + max(0.0, each - HIDDEN * BACKWARD * forward * share)
     return late + 2 * nbytes / (hardware.bandwidth * hardware.moves) * hardware.beside
 
 

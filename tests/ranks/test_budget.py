@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,15 @@ def test_what_is_moved_costs_what_the_forward_does_not_hide() -> None:
     hardware = fsdp.Hardware.named("H100")
     assert best(costs, 4, 4e9, 1.0, hardware) == (moved,) * 4  # a second of forward hides 50 GB
     assert best(costs, 4, 4e9, 0.001, hardware) == (Way(True),) * 4
+
+
+def test_what_is_moved_comes_back_late_where_main_gradients_take_the_room() -> None:
+    """Four of 12 blocks take 128 ms each way, beside a forward of 140; the backward of other blocks frees nothing."""
+    moved, cheap = Way(False, (), ("",)), Way(True, products=("wide",))
+    costs = {KEPT: Cost(0, 0, 0), cheap: Cost(0.8e9, 0.002, 0), moved: Cost(1.6e9, 0, 1.6e9)}
+    hardware = replace(fsdp.Hardware.named("H200"), to_host=50e9)
+    assert best(costs, 12, 6.4e9, 0.140, hardware, gradients=0.2e9) == (*(moved,) * 4, *(KEPT,) * 8)
+    assert best(costs, 12, 6.4e9, 0.140, hardware, gradients=1.6e9) == (*(cheap,) * 8, *(KEPT,) * 4)
 
 
 def test_what_cannot_be_chosen_is_refused() -> None:
