@@ -124,7 +124,7 @@ class AdamW(UpdatesSome):
         for (label, dtype), lists in groups.items():
             lr, betas, eps, decay = (at(name, getattr(self, name), label, count) for name in SETTINGS)
             least = torch.finfo(dtype).tiny  # between leaves lie zeros, and 0 / 0 would be NaN
-            eps = eps.clamp(min=least) if isinstance(eps, torch.Tensor) else max(eps, least)
+            eps = torch.where(eps == 0, least, eps) if isinstance(eps, torch.Tensor) else eps or least
             found.append(([*lists, steps[label, dtype]], (lr, betas, eps, decay)))
         return found
 
