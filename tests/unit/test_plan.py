@@ -566,7 +566,7 @@ def test_schedules_and_plans_are_values() -> None:
     ("arguments", "text"),
     [
         ({"order": "abc"}, r"Schedule\(order='abc'\): expected the names of units in order of use"),
-        ({"order": ["a", 1]}, r"Schedule\(order=\['a', 1\]\): expected the names"),
+        ({"order": ["a", 1]}, r"Schedule\(order=\('a', 1\)\): expected the names"),
         ({"order": ["a", ("b", 1)]}, r"expected the names of units .* a tuple of names where several are used at once"),
         ({"order": ["a", {"b", "c"}]}, r"Schedule\(order=.*expected the names of units"),
         ({"order": ["a", ()]}, r"Schedule\(order\): use 1 is the group \(\); expected at least 1 unit, each once"),
