@@ -304,7 +304,7 @@ class Trial:
                 break
             needed += max(peak(ways) - limit, 1 << 16)
         if found is None:
-            most = max(cost.freed for cost in costs.values())
+            most = most_freed(costs)
             frugal = sorted((way for way in costs if costs[way].freed == most), key=lambda way: costs[way].seconds)
             # of those that free as much, one may take more at its peak
             found = next((ways for ways in map(self.all, frugal) if peak(ways) <= limit), None)
@@ -323,6 +323,10 @@ class Trial:
         buckets = [bucket for bucket in self.state.layout.buckets.values() if bucket.leaves[0].path.startswith(paths)]
         some = [b for b in buckets if b.name in self.state.layout.trainable and not b.grads_on_host]
         return sum(main[b.name].local.numel() * b.grads.itemsize for b in some) / len(paths)
+
+    def returning(self, ways: Sequence[Way]) -> float:
+        """The share of the backward in which what these ways move can come back."""
+        return returning([(1, self.costs[way]) for way in ways], most_freed(self.costs), self.gradients)
 
     @cached_property
     def costs(self) -> dict[Way, Cost]:
@@ -366,8 +370,7 @@ class Trial:
     def described(self, ways: tuple[Way, ...]) -> BudgetChoice:
         if all(way == KEPT for way in ways):
             return BudgetChoice(self.budget.nbytes, self.before, self.before, 0.0)
-        share = returning([(1, self.costs[way]) for way in ways], self.costs, self.gradients)
-        late = moving(self.rehearsed(ways).moved, self.forward_of(ways), self.hardware, share)
+        late = moving(self.rehearsed(ways).moved, self.forward_of(ways), self.hardware, self.returning(ways))
         more = self.seconds(ways) - self.seconds(self.all(KEPT)) + late
         return BudgetChoice(self.budget.nbytes, self.before, self.peak(ways), more, self.in_words(ways))
 
@@ -386,6 +389,7 @@ def best(
     still = sorted((cost.seconds, -cost.freed, way) for way, cost in costs.items() if not cost.moved)
     pairs = [(way, costs[way]) for i, (_, less, way) in enumerate(still) if all(less < one[1] for one in still[:i])]
     moving_ways = [(way, cost) for way, cost in costs.items() if cost.moved]
+    most = most_freed(costs)
     found: tuple[float, int, tuple[Way, ...]] | None = None
     for first, cost in moving_ways or [(KEPT, costs[KEPT])]:
         for m in range(count + 1) if moving_ways else (0,):
@@ -399,7 +403,7 @@ def best(
                     if gain < 0 or rest * one.freed < lacks:
                         continue
                     k = 0 if rest * other.freed >= lacks else min(rest, -int(-(lacks - rest * other.freed) // gain))
-                    share = returning([(m, cost), (k, one), (rest - k, other)], costs, gradients)
+                    share = returning([(m, cost), (k, one), (rest - k, other)], most, gradients)
                     seconds = m * cost.seconds + k * one.seconds + (rest - k) * other.seconds
                     seconds += moving(m * cost.moved, forward, hardware, share)
                     if found is None or (seconds, m + k) < found[:2]:
@@ -407,10 +411,15 @@ def best(
     return found[2] if found else None
 
 
-def returning(groups: Sequence[tuple[int, Cost]], costs: dict[Way, Cost], gradients: float) -> float:
+def most_freed(costs: dict[Way, Cost]) -> float:
+    """The bytes that a block frees in the way that frees most."""
+    return max(cost.freed for cost in costs.values())
+
+
+def returning(groups: Sequence[tuple[int, Cost]], most: float, gradients: float) -> float:
     """The share of the backward in which what is moved can come back: that of the blocks that are moved, which are its
     last, and before them as much as finds room in what the others free, less the main gradients that these leave."""
-    most, count = max(cost.freed for cost in costs.values()), sum(n for n, _ in groups)
+    count = sum(n for n, _ in groups)
     own, moved = sum(n for n, cost in groups if cost.moved), sum(n * cost.moved for n, cost in groups)
     room = sum(n * (most - cost.freed - gradients) for n, cost in groups if not cost.moved)
     return (own + (count - own) * min(1.0, max(0.0, room / moved))) / count if moved else 1.0

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._common.calls import alone
-from .._common.errors import SpecError, TreeError, expect
+from .._common.errors import SpecError, TreeError, as_path, expect
 from .._common.tree import flatten
 from .._state.state import State
 from .._storage.flat import gather_leaves, whole_leaves
@@ -126,7 +126,7 @@ def save_adapter(
                         for p in wanted:
                             held |= dict.fromkeys(named[p], whole[p].to("cpu", copy=True).contiguous())
         joint(write, "tensors")
-    return Path(os.fsdecode(folder))
+    return as_path("folder", folder)
 
 
 def _listed(one: Any) -> Any:
@@ -357,7 +357,7 @@ def save_merged(
             except OSError as error:
                 wrong.append(error)
         joint(complete, "tensors")
-    return Path(os.fsdecode(folder))
+    return as_path("folder", folder)
 
 
 def _tensors(state: State, config: Any, adapter: str, dtype: torch.dtype | None) -> Tensors:

@@ -300,7 +300,7 @@ def save(state: State, folder: str | os.PathLike[str], *, max_to_keep: int | Non
     """
     with saving("save", state, folder) as one:
         _write(one, state, max_to_keep)
-    return Path(os.fsdecode(folder))
+    return as_path("folder", folder)
 
 
 class OpenSave(NamedTuple):

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from .._common.calls import alone
-from .._common.errors import SpecError, expect
+from .._common.errors import SpecError, as_path, expect
 from .._common.tree import flatten
 from .._runtime.agreement import Topic, agree
 from .._runtime.runtime import runtime_of
@@ -101,7 +101,7 @@ def save_safetensors(
         plan = agree(joint, "begin", begin)
         joint(write, "weights")
         joint(complete, "end")
-    return Path(os.fsdecode(folder))
+    return as_path("folder", folder)
 
 
 def _tensors(state: State, dtype: torch.dtype | None, convert: Conversions) -> tuple[Pieces, Tensors]:

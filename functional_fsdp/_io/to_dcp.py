@@ -18,7 +18,7 @@ import torch
 
 from .._axes.cuts import boxes as cut_boxes
 from .._common.calls import alone
-from .._common.errors import SpecError
+from .._common.errors import SpecError, as_path
 from .._common.torch_names import storage_info
 from .._common.tree import flatten
 from .._optim.adamw import AdamW
@@ -111,7 +111,7 @@ def save_dcp(
         joint(begin, "begin")
         written = joint(write, "tensors")
         joint(complete, "end")
-    return Path(os.fsdecode(folder))
+    return as_path("folder", folder)
 
 
 def _parts(state: State, model: str, optimizer: str | None, run: Runtime) -> Iterator[Placed]:

@@ -358,16 +358,15 @@ class _Search:
         if not trial.budget.paths:
             return None
         costs, needed = trial.costs, plain.peak - asked.budget
-        gradients = trial.gradients
-        ways = self.budgets.best(costs, len(trial.budget.paths), needed, trial.forward, asked.hardware, gradients)
+        count, forward = len(trial.budget.paths), trial.forward
+        ways = self.budgets.best(costs, count, needed, forward, asked.hardware, trial.gradients)
         if ways is None:
-            most = max(cost.freed for cost in costs.values())
+            most = self.budgets.most_freed(costs)
             ways = trial.all(
                 min((way for way in costs if costs[way].freed == most), key=lambda way: costs[way].seconds)
             )
         moved = sum(costs[way].moved for way in ways)
-        share = self.budgets.returning([(1, costs[way]) for way in ways], costs, gradients)
-        late = self.budgets.moving(moved, trial.forward, asked.hardware, share)
+        late = self.budgets.moving(moved, forward, asked.hardware, trial.returning(ways))
         longer = sum(costs[way].seconds for way in ways) + late
         said = trial.in_words(ways)
         freed = int(sum(costs[way].freed for way in ways))
