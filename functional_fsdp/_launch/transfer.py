@@ -393,7 +393,7 @@ def _meet(run: Any, lineages: list[Any]) -> bool:
     """The ranks of a runtime meet. Returns whether these states went equally far on all of them: where one was stopped
     while a verb moved a state, and others after it, nobody has it whole."""
     try:
-        run.restart(lineages[-1].number if lineages else ALL)
+        run.restart(ALL)
         told = run.everyone(([len(lineage.successors) for lineage in lineages], run.lineage_count), "renew")
     except FsdpError:  # a state of it says so itself where it is used
         return False

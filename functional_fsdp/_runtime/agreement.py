@@ -339,6 +339,18 @@ class Agreement:
         most, least = self.tally(self.ballot(Case.NUMBER, number, what))
         return most == least
 
+    def come_to_look(self, what: str) -> None:
+        """Every rank is about to look at a state. Host, 16 bytes.
+
+        Raises:
+            RestartError: a peer comes from a step that it abandoned; ScheduleError: it does something else.
+        """
+        if not self.capturing and not self.alike(what):
+            raise ScheduleError(
+                f"{what}: this rank came to it, another one to something else. Save a state, or take its parameters "
+                "whole, on every rank at the same place. Nothing is lost: the state is valid."
+            )
+
     def most(self, what: str, number: int) -> int:
         """The largest of every rank's number. Host."""
         return number if self.size == 1 else self.tally(self.ballot(Case.NUMBER, number, what))[0].number

@@ -30,10 +30,12 @@ ALL = -1  # in place of a lineage: ranks come for none of them, and have abandon
 
 class Status(NamedTuple):
     """What a rank says of itself at a meeting: jobs issued by lane, whose step it abandoned (0: nobody's in
-    particular), the steps that its states have taken if the host knows, and the metrics that it is reducing."""
+    particular) and how far that is, the steps that its states have taken if the host knows, and the metrics that it is
+    reducing."""
 
     counts: dict[str, int]
     lineage: int
+    begun: dict[int, Any]
     steps: dict[int, int]
     form: str
 
@@ -71,7 +73,7 @@ def restart(run: Any, lineage: int, noticed: bool) -> None:
     for name in QUEUES:
         _catch_up(run, name, [status.counts[name] for status in statuses], f"log/{number}/{name}/")
     run.lanes.synchronize()
-    alike = here.lineage and all(status[:2] == here[:2] for status in statuses)
+    alike = here.lineage and all(status[:3] == here[:3] for status in statuses)
     run.have_met([status.form for status in statuses], abandoned=not alike)
     run.store.delete_key(f"status/{number - 1}/{run.rank}")
     run.store.delete_key(f"restart/{number - 1}")
@@ -83,7 +85,9 @@ def announce(run: Any, lineage: int = 0) -> Status:
     if run.meeting is None or run.meeting.number != number:
         counts = {name: log.count for name, log in run.issued.items()}
         steps = {key: lineage.steps for key, lineage in run.lineages.items() if lineage.counted}
-        said = Status(counts, 0 if run.parted else lineage, steps, described(run.forms.form))
+        named = run.lineages if lineage == ALL else [lineage]
+        begun = {key: found.place for key in named if (found := run.lineages.get(key)) and found.begun}
+        said = Status(counts, 0 if run.parted else lineage, begun, steps, described(run.forms.form))
         run.come_to(Meeting(number, said))
     if run.host_vote is not None:
         run.host_vote.forget()  # before others may go on

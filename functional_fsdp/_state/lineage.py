@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from .._common.calls import provided
-from .._common.errors import FsdpError, StaleStateError
+from .._common.errors import FsdpError, RestartError, StaleStateError
 from .._common.interrupts import guard, leave
 from .._engine.executor import Executor
 from .._nn.skeleton import changed
@@ -256,6 +256,11 @@ class Lineage:
         """Whether a step is under way, if only because a verb was stopped."""
         return self.head != self.base or self.open_calls > 0
 
+    @property
+    def place(self) -> tuple[bool, int]:
+        """How far the step under way is, as ranks compare it: whether a verb was stopped, and what was issued."""
+        return self.open_calls > 0, 0 if self.executor is None else self.executor.digest
+
     def others_begun(self) -> bool:
         """Whether steps of other lineages are under way."""
         return any(other.begun for other in self.runtime.lineages.values() if other is not self)
@@ -263,15 +268,24 @@ class Lineage:
     # ---------------------------------------------------------------- who only looks
 
     def look(self, serial: int) -> None:
-        """Before ranks communicate about the base outside a step: they meet if one of them may have abandoned it.
+        """Before ranks communicate about the base outside a step: they meet if one of them may have abandoned it, and
+        whoever had not begun it goes on from there.
 
         Never consumes: where all ranks look from the same place, the step goes on afterwards.
         """
         self.follow()
-        self.runtime.usable("a look at this state")
-        if serial == self.base and self.begun:
-            self._meet()
-        self.runtime.meet("a look at this state")
+        run, what = self.runtime, "a look at this state"
+        run.usable(what)
+        while True:
+            if serial == self.base and self.begun:
+                self._meet()
+            run.meet(what)
+            try:
+                run.come_to_look(what)
+                return
+            except RestartError:
+                if serial != self.base:
+                    raise
 
     @contextmanager
     def looking(self, state: Any) -> Iterator[None]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
+from support.problems import mesh_and_placement
 from support.strikes import WAYS, bits, disturbed, interruptible, training
 from support.tables import FULL
 
@@ -199,6 +202,38 @@ def after_a_look() -> list[bool]:
 
 def test_who_only_looks_leaves_the_programs_handler() -> None:
     assert launch(after_a_look, nprocs=1) == [[True, True, True, False, False]]
+
+
+def begins_and_waits(state: fsdp.State) -> None:
+    fsdp.unshard(state)
+    time.sleep(5)
+
+
+def looks_after_it(begun: int, preset: str, folder: str) -> list[bool]:
+    """One rank is stopped in a step, or in its first wait, the other before it; then all look at the state, and go on
+    from it."""
+    mesh, placement = mesh_and_placement(preset)
+    state = fsdp.shard({"a": torch.arange(12.0).view(3, 4)}, fsdp.Spec(mesh, placement), fsdp.sgd(lr=0.1))
+    found = []
+    for step, look in enumerate((fsdp.full_params, lambda state: fsdp.save(state, folder))):
+        state, params = fsdp.unshard(state)
+        state = fsdp.step(fsdp.reduce(state, params))
+        if dist.get_rank() == begun:
+            main = threading.main_thread().ident
+            assert main is not None
+            threading.Timer(0.2, lambda main=main: signal.pthread_kill(main, signal.SIGINT)).start()
+            with interruptible(), pytest.raises(KeyboardInterrupt):
+                begins_and_waits(state)
+        else:
+            time.sleep(0.3)
+        look(state)
+        found.append(torch.allclose(fsdp.full_params(state)["a"], torch.arange(12.0).view(3, 4) * 0.9 ** (step + 1)))
+    return found
+
+
+@pytest.mark.parametrize(("begun", "preset"), [(0, "zero3"), (1, "ddp")])
+def test_all_may_look_where_some_had_begun_a_step(begun: int, preset: str, tmp_path: Path) -> None:
+    assert launch(looks_after_it, (begun, preset, str(tmp_path / "saved")), nprocs=2) == [[True, True]] * 2
 
 
 def twice() -> str:

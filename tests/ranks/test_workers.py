@@ -360,6 +360,29 @@ def test_an_error_on_one_rank_ends_the_call_and_keeps_the_last_whole_step(monkey
         assert same(w, state, 6)
 
 
+def begins_on(state: fsdp.State, begun: int) -> None:
+    """Fails on every rank, before a step or within it; with whole weights a step begins without a collective."""
+    if rank() == begun:
+        fsdp.unshard(state)
+    raise ValueError("bad data")
+
+
+@pytest.mark.parametrize("begun", [0, 1])
+def test_ranks_that_stopped_before_a_step_and_in_it_go_on_from_one_state(w: WorkerGroup, begun: int) -> None:
+    state = w(
+        lambda: fsdp.shard(
+            {"a": torch.arange(12.0).view(3, 4)}, fsdp.Spec(fsdp.local_mesh("cpu"), fsdp.ddp("data")), fsdp.sgd(lr=0.1)
+        )
+    )
+    for steps in (0, 1):
+        with pytest.raises(LaunchError, match="bad data"):
+            w(begins_on, state, begun)
+        if steps:
+            assert same(w, state, steps)
+        state, _ = w(train, state, 1)
+    assert same(w, state, 2)
+
+
 @contextmanager
 def interrupted(file: Path) -> Iterator[None]:
     """KeyboardInterrupt is raised within, by a Ctrl-C once the file is there."""
