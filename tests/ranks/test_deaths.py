@@ -133,14 +133,14 @@ def goes_on_after() -> list[str]:
         with pytest.raises(fsdp.CommError) as caught:
             call()
         said.append(str(caught.value))
-        assert time.monotonic() - begun < (1.9 if said[1:] else 10)
+        assert time.monotonic() - begun < (3.8 if said[1:] else 10)
     assert fsdp.local_shards(state)
     dist.distributed_c10d._get_default_store().set(f"{dist.get_rank()} is done", "1")
     return said
 
 
 def test_states_whose_ranks_cannot_communicate_any_more_say_so_at_once() -> None:
-    for first, *then in launch(goes_on_after, nprocs=3, timeout=2.0, processes=True)[:2]:
+    for first, *then in launch(goes_on_after, nprocs=3, timeout=4.0, processes=True)[:2]:
         assert "failed after" in first or "was given up after" in first
         for said in then:
             assert "this state's ranks cannot communicate any more" in said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -37,11 +36,10 @@ def test_a_store_that_does_not_answer_is_lost_after_the_timeout_and_says_so_at_o
     store: Any = PatientStore(Silent(), timedelta(seconds=0.1))
     with pytest.raises(dist.DistNetworkError, match="broken"):
         store.set("a", "1")
-    for atmost in (5.0, 0.05):
-        begun = time.monotonic()
+    for _ in range(2):
         with pytest.raises(dist.DistStoreError, match=r"did not answer within 0\.1 s"):
             store.check(["a"])
-        assert time.monotonic() - begun < atmost
+        assert store.calls.empty()  # the first is under way for good; the second was not even asked
     released.set()
 
 
