@@ -328,7 +328,7 @@ def saving(what: str, state: State, folder: str | os.PathLike[str]) -> Iterator[
     """
     run = runtime_of(state.spec.mesh)
     with Joint(run, what) as joint:
-        state.version.lineage.look(state.version.serial)
+        state.version.lineage.come(state.version.serial)
         final, token = same_folder(joint, folder)
         claim = Claim(final, token) if run.rank == 0 else None
         try:

@@ -16,7 +16,7 @@ is next looked at.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -267,25 +267,24 @@ class Lineage:
 
     # ---------------------------------------------------------------- who only looks
 
+    def come(self, serial: int) -> None:
+        """Before ranks exchange something about the base outside a step: they meet if one of them may have abandoned
+        it. Others hear of that in the exchange, and begin it again."""
+        self.follow()
+        self.runtime.usable("a look at this state")
+        if serial == self.base and self.begun:
+            self._meet()
+        self.runtime.meet("a look at this state")
+
     def look(self, serial: int) -> None:
-        """Before ranks communicate about the base outside a step: they meet if one of them may have abandoned it, and
-        whoever had not begun it goes on from there.
+        """Before ranks communicate about the base outside a step: all of them come here.
 
         Never consumes: where all ranks look from the same place, the step goes on afterwards.
         """
-        self.follow()
-        run, what = self.runtime, "a look at this state"
-        run.usable(what)
         while True:
-            if serial == self.base and self.begun:
-                self._meet()
-            run.meet(what)
-            try:
-                run.come_to_look(what)
-                return
-            except RestartError:
-                if serial != self.base:
-                    raise
+            self.come(serial)
+            with suppress(RestartError):  # some had abandoned a step: the base is what all look at
+                return self.runtime.come_to_look("a look at this state")
 
     @contextmanager
     def looking(self, state: Any) -> Iterator[None]:

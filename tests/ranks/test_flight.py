@@ -63,7 +63,7 @@ def test_a_rank_that_hangs_says_where(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert sleeps["states"][0]["at"] == 1
     assert sleeps["states"][0]["next"] == "1"
     assert any(last == ["all_gather 1"] for last in waits["lanes"]["gather"]["last"])
-    assert waits["lanes"]["side"]["issued"] > sleeps["lanes"]["side"]["issued"]
+    assert waits["lanes"]["control"]["issued"] > sleeps["lanes"]["control"]["issued"]
     printed = capfd.readouterr().err
     assert said_of_flight(found, stacks=False) in printed
     assert f"kept in {path}" in printed
