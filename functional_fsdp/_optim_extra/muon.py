@@ -30,6 +30,7 @@ from .._optim.optimizer import (
     UpdatesSome,
     at,
     check_settings,
+    fixed,
     labels_in,
     number,
     numbers,
@@ -91,6 +92,10 @@ class Muon(UpdatesSome):
 
     def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
         return labels_in("muon", vars(self))
+
+    def for_step(self, count: torch.Tensor, labels: Sequence[str]) -> Muon:
+        """The same for the step of this count, with what it computes of it."""
+        return fixed(self, ("lr", "weight_decay"), count, labels)
 
     # ---- the plan
 

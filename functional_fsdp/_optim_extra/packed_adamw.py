@@ -11,7 +11,7 @@ float32.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from typing import Any, ClassVar, NamedTuple
@@ -74,6 +74,10 @@ class PackedAdamW(UpdatesSome):
 
     def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
         yield from self.adamw.named_labels()
+
+    def for_step(self, count: torch.Tensor, labels: Sequence[str]) -> PackedAdamW:
+        """The same for the step of this count, with what it computes of it."""
+        return replace(self, adamw=self.adamw.for_step(count, labels))
 
     def init(self, main: Tree) -> PackedAdamState:
         self.adamw.check(main)

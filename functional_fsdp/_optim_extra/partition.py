@@ -16,6 +16,7 @@ import torch
 
 from .._common.errors import SpecError
 from .._common.torch_names import pytree
+from .._common.tracing import traced_as
 from .._optim.optimizer import FILL, Sender, Tree, UpdatesSome, as_optimizer, check, in_own_dicts, put, tensors_of
 from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer
@@ -130,14 +131,26 @@ class Partition(UpdatesSome):
         *sender: Sender,
     ) -> tuple[Tree, Opts]:  # fmt: skip
         """Weights in place, whatever a member does; what members keep as they return it."""
-        new = {}
-        for name, member in self.members.items():
-            mine = self._own(name, main)
-            some, wanted = self._given(name, given, main), opt[name]
+        new = dict(opt)
+        trees = {name: mine for name in self.members if (mine := self._own(name, main))}
+        members = {name: _of_now(self.members[name], mine, count) for name, mine in trees.items()}
+        for name, mine in trees.items():
+            member, some = members[name], self._given(name, given, main)
             to = sender if getattr(member, "communicates", False) else ()
-            args = (some, skip, self._own(name, grads), wanted, mine, count, *to)
-            new[name] = _update(member, *args) if mine else wanted
+            new[name] = _update(member, some, skip, self._own(name, grads), opt[name], mine, count, *to)
         return main, opt if all(new[name] is opt[name] for name in new) else new
+
+
+def _as_it_is(member: Any, main: Tree, count: torch.Tensor) -> Any:
+    return member
+
+
+@traced_as(_as_it_is)
+def _of_now(member: Any, main: Tree, count: torch.Tensor) -> Any:
+    """The same, with what its settings are in this step: before anybody writes, since a function may raise."""
+    labels = dict.fromkeys(label for buffer in main.values() for label, _, _ in buffer.bucket.labels)
+    now = member.for_step(count, [*labels]) if hasattr(member, "for_step") else None
+    return member if now is None else now
 
 
 def _update(

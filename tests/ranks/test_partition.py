@@ -127,3 +127,34 @@ def test_a_checkpoint_says_what_it_was_written_with(tmp_path: Path) -> None:
     text = r"partition\(bias: from_torch\(NAdam\), default: AdamW\) there, partition\(bias: Sgd, default: AdamW\) here"
     with pytest.raises(SpecError, match=text):
         fsdp.load(path, spec("zero3"), several(("sgd", "adamw")))
+
+
+# ---------------------------------------------------------------- a step that cannot be taken
+
+
+@pytest.mark.parametrize("last", ["adamw", "packed", "muon", "partition"])
+def test_a_setting_that_raises_comes_before_any_member_has_written(last: str) -> None:
+    """A later member's function raises: the earlier one's leaves are as they were, and the state is good."""
+
+    def rate(count: torch.Tensor) -> torch.Tensor:
+        if wrong:
+            raise ValueError("no rate")
+        return count * 0.0 + 0.1
+
+    makes: dict[str, Any] = {
+        "adamw": lambda: fsdp.adamw(weight_decay={"default": rate, "first": 0.0}),
+        "packed": lambda: fsdp.adamw(betas=(0.9, rate), moments=fsdp.dynamic8),
+        "muon": lambda: fsdp.muon(lr=rate),
+        "partition": lambda: fsdp.partition({"default": fsdp.sgd(lr=rate)}),
+    }
+    wrong, matrices = [], {"a.w": torch.ones(4, 4), "b.w": torch.ones(3, 3)}
+    optimizer = fsdp.partition({"first": fsdp.sgd(lr=0.1), "default": makes[last]()})
+    labels = {"a.w": "first"}
+    state, other = (fsdp.shard(matrices, spec("zero3", ["a", "b"], labels=labels), optimizer) for _ in range(2))
+    wrong.append(True)
+    with pytest.raises(ValueError, match="no rate"):
+        fsdp.step(fsdp.reduce(state, matrices))
+    wrong.clear()
+    after, right = (fsdp.full_params(fsdp.step(fsdp.reduce(one, matrices))) for one in (state, other))
+    assert all(torch.equal(leaf, right[path]) for path, leaf in after.items())
+    assert not torch.equal(after["a.w"], matrices["a.w"])
