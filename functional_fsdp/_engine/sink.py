@@ -24,7 +24,7 @@ from .._plan.layout import Bucket, Layout, Unit
 from .._plan.route import States
 from .._runtime.lanes import HostLanes
 from .._runtime.runtime import Runtime
-from .._storage.flat import FlatBuffer
+from .._storage.flat import FlatBuffer, clear_padding
 from .._storage.gradients import in_order
 from .._storage.weights import Stored
 
@@ -114,6 +114,7 @@ class GradientSink:
         """Go on from these main gradients: a transform may have put others in the state's place."""
         if grads is not self.grads and (grads or self.grads):
             self.grads = dict(grads or {})
+            clear_padding(self.grads.values())  # a program's `tree_map` may have put something there
             self.touched()
 
     def hold(self, bucket: Bucket, local: torch.Tensor, states: States) -> None:

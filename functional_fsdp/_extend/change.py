@@ -26,7 +26,7 @@ from .._graph.traced import change as traced_change
 from .._graph.traced import change_weights as traced_change_weights
 from .._state.lineage import Version
 from .._state.state import State
-from .._storage.flat import FlatBuffer
+from .._storage.flat import FlatBuffer, clear_padding
 from .._storage.gradients import of_tree, of_unit
 from .._storage.weights import refresh
 from .._verbs.metrics import Op, axes_of, over_axes
@@ -180,6 +180,7 @@ def change(state: State, what: str, work: Callable[[], None], by: Any = "", *, e
     with torch.no_grad(), lineage:
         executor.settle()  # what is under way would write over what `work` does
         work()
+        clear_padding(state.grads.values())  # it may have put something there
         if every_leaf:
             executor.reductions.given.fill()
         return lineage.advance(state, what)
@@ -274,6 +275,7 @@ def _changed(state: State, what: str, work: Callable[[], None], by: Any) -> Stat
     try:
         with lineage.off_plan(state):
             work()
+            clear_padding(state.main.values())
             refresh(state.main, state.weights, state.scales)
     except BaseException as error:
         if versions != [t._version for t in owned]:

@@ -53,7 +53,7 @@ from .._plan.route import Route, States, Step
 from .._runtime.given import ALL, Lacking, Seats
 from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
-from .._storage.flat import FlatBuffer
+from .._storage.flat import FlatBuffer, clear_padding
 from .._verbs.step import counting, keep, may_step, put_back, update
 
 if TYPE_CHECKING:
@@ -450,6 +450,7 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
 def change(state: State, what: str, work: Callable[[], None], by: Any = "", *, every_leaf: bool = False) -> State:
     with torch.no_grad():
         work()
+        clear_padding(state.grads.values())
     if every_leaf:
         given = dict.fromkeys(graph_plan_of(state, what).trained, ALL)
         state = then(state, trace_of(state).but(given=given))
@@ -463,6 +464,7 @@ def change_weights(state: State, what: str, work: Callable[[], None], by: Any = 
     changing(state, what)
     with torch.no_grad():
         work()
+        clear_padding(state.main.values())
         _refresh_copies(state, graph_plan_of(state, what))
     return state._evolve(version=state.version.lineage.stepped(state.version))
 

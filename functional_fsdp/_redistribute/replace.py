@@ -265,9 +265,7 @@ def replace_grads(state: State, grads: Any) -> State:
         state = finish_reductions(state)
     state.version.lineage.enter(state.version.serial, "replace_grads")
     with state.version.lineage:
-        made = {name: buffer.but(grads[name].local.detach().clone()) for name, buffer in main.items()}
-        clear_padding(made.values())
-        sink.set_gradients(made)
+        sink.set_gradients({name: buffer.but(grads[name].local.detach().clone()) for name, buffer in main.items()})
         reductions.given.resume(given)
         reductions.feedback.resume(lost)
         state = state.version.lineage.advance(state, "replace_grads()", sink.grads)

@@ -262,10 +262,17 @@ def leaf_shards(buffer: FlatBuffer) -> list[LeafShard]:
 
 def padding(buffer: FlatBuffer) -> list[torch.Tensor]:
     """What this rank holds that is of no leaf, between leaves and after them: views, 1-D."""
-    (start, stop), leaves = buffer.span(), buffer.bucket.leaves
+    return [buffer.local[a:b] for a, b in _between(buffer.bucket, *buffer.span())]
+
+
+def _cuts_between(bucket: Bucket, start: int, stop: int) -> list[tuple[int, int]]:
+    leaves = bucket.leaves
     begins, ends = [0, *(one.offset + one.numel for one in leaves)], [*(one.offset for one in leaves), stop]
     cuts = ((max(a, start), min(b, stop)) for a, b in zip(begins, ends, strict=True))
-    return [buffer.local[a - start : b - start] for a, b in cuts if a < b]
+    return [(a - start, b - start) for a, b in cuts if a < b]
+
+
+_between = traced_as(_cuts_between)(lru_cache(maxsize=65536)(_cuts_between))  # `change` asks in each step
 
 
 def clear_padding(buffers: Iterable[FlatBuffer]) -> None:

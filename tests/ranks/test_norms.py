@@ -15,8 +15,10 @@ from support.presets import PRESETS, TWO_AXES, ranks_of
 from support.problems import Tree, batch, full_grads, largest, loss_fn, mesh_and_placement, net, on, reference
 from support.ranks import launch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 import functional_fsdp as fsdp
+from functional_fsdp import extend
 from functional_fsdp import transforms as T
 
 ORDERS = (1, 2, inf)
@@ -318,6 +320,22 @@ def beside_leaves(preset: str) -> None:
     assert float(norm) ** 2 == pytest.approx(float(product))
     moved = fsdp.step(moved)
     assert not any(buffer.local.any() for buffer in moved.main.values())  # 2 - 2 in leaves, and 0 beside them
+    ones = tree_map(torch.ones_like, params)
+    for how in ("evolved", "changed", "weights"):
+        there = fsdp.finish_reductions(fsdp.reduce(fsdp.replace_params(state, v), ones))
+        if how == "evolved":  # as it is, unchecked
+            there = extend.evolve(there, grads=tree_map(torch.add, there.grads, v))
+        elif how == "changed":
+            there = extend.change(there, "add()", lambda: tree_map(torch.Tensor.add_, there.grads, v))  # noqa: B023
+        else:
+            there = fsdp.step(there)
+            there = extend.change_weights(there, "add()", lambda: tree_map(torch.Tensor.add_, there.main, v))  # noqa: B023
+            squares = sum(buffer.local.square().sum() for buffer in there.main.values())
+            assert float(fsdp.psum(there, squares)[1]) / (2 if preset == "ddp" else 1) == pytest.approx(9 * 438)
+            continue
+        there, norm = T.global_norm(there)
+        assert float(norm) ** 2 == pytest.approx(9 * 438)
+        assert all((buffer.local == (buffer.local != 0) * -1.0).all() for buffer in fsdp.step(there).main.values())
 
 
 class Products(TorchDispatchMode):
