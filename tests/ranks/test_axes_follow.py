@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from support import tensor_parallel as cut
 from support.driven import raised, refused
@@ -372,3 +373,68 @@ def right_step(sequence: bool) -> int:
 def test_a_right_own_is_not_refused(sequence: bool) -> None:
     with simulate(data=2, tp=2) as ranks:
         assert ranks(right_step, sequence).get() == [2] * 4
+
+
+# ---------------------------------------------------------------- what a forward sees of a weight
+
+
+class Squares(torch.autograd.Function):
+    """x times w, squared."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return (x @ w.T).square()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        return None, (2 * (x @ w.T) * grad).T @ x
+
+
+class Rows(nn.Module):
+    """Weights outside of modules, whose shapes decide: a mean over rows, of each rank's and then of all ranks'."""
+
+    def __init__(self, tp: Any) -> None:
+        super().__init__()
+        self.tp = tp
+        self.w, self.tied = nn.Parameter(torch.randn(4, 3)), nn.Embedding(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, seen = self.w.shape[0], self.tied.weight
+        assert rows == len(self.w) == self.w.numel() // self.w.size(-1) == (self.w * 1).shape[0] == seen.shape[0]
+        mine = C.pvary(x, self.tp)
+        found = (Squares.apply(mine, self.w) * seen.sum(1)).sum() / rows
+        return C.psum(found, self.tp) / self.tp.size()
+
+
+def rows_trained(way: str) -> Any:
+    mesh = fsdp.local_mesh()
+    torch.manual_seed(0)
+    spec = fsdp.Spec(mesh, own={"*": ("tp", 0)})
+    params, model = fsdp.functionalize(Rows(mesh["tp"]).double(), spec)
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(mesh.get_local_rank("data"))).double()
+    if way == "driven":
+        state, loss = T.forward_backward(model, lambda model, x: model(x))(state, x)
+    else:
+        state, leaves = fsdp.unshard(state)
+        grads, loss = torch.func.grad_and_value(lambda p: by_hand(p, mesh["tp"], x))(leaves)
+        state = fsdp.reduce(state, grads)
+    state, loss = fsdp.pmean(state, loss)
+    return loss, fsdp.full_params(fsdp.step(state))
+
+
+def by_hand(p: Any, tp: Any, x: torch.Tensor) -> torch.Tensor:
+    found = ((C.pvary(x, tp) @ p["w"].T).square() * p["tied.weight"].sum(1)).sum() / p["w"].shape[0]
+    return C.psum(found, tp) / tp.size()
+
+
+def test_a_weight_that_is_cut_has_the_shape_of_a_ranks_part_in_a_driven_forward() -> None:
+    """Also where the module that holds it is not called."""
+    found = []
+    for tp, way in ((1, "by hand"), (2, "by hand"), (2, "driven")):
+        with simulate(data=2, tp=tp) as ranks:
+            found += zip(*(handle.get() for handle in ranks(rows_trained, way)), strict=True)
+    for seen in found[1:]:
+        torch.testing.assert_close(seen, found[0], rtol=1e-12, atol=1e-12)

@@ -154,7 +154,14 @@ class Driver:
         homes = leaves_of(state.layout)
         slots: dict[str, Slot] = {path: (held, name) for path, held, name in slots_of(self.model)}
         before = {path: held[name] for path, (held, name) in slots.items()}
-        wanted = {p: (homes[p], t.size(), self.precisions[p][0], t.requires_grad) for p, t in before.items()}
+        cut = {(b.unit, leaf.key): leaf for _, b in every for leaf in b.leaves if leaf.cuts}  # a rank sees its part
+        shapes = {
+            p: leaf.shape
+            if (leaf := cut.get(homes[p])) and t.size() == leaf.whole and getattr(t, "form", None) is None
+            else t.size()
+            for p, t in before.items()
+        }
+        wanted = {p: (homes[p], shapes[p], self.precisions[p][0], t.requires_grad) for p, t in before.items()}
         self.places = Places(self, wanted)
         for path, (held, name) in slots.items():
             self.places.at[path].tie = getattr(held[name], "tie", None)
