@@ -199,16 +199,11 @@ def _compare(joint: Joint, main: dict[str, FlatBuffer], whole: Values | None) ->
     values: Values = {}
     owns: list[tuple[str, ...]] = []
     for buffer in main.values():
-        start = buffer.span()[0]
         parted = () if whole is not None else buffer.sharded()
         own = buffer.bucket.apart(run.sizes) if whole is None else buffer.bucket.unlike(run.sizes)
         apart = tuple(axis for axis in run.sizes if axis in parted or axis in own)
-        for leaf in buffer.bucket.leaves:
-            if whole is not None:
-                values[leaf.path] = whole[leaf.path].detach()
-            else:
-                a = max(leaf.offset - start, 0)
-                values[leaf.path] = buffer.local[a : max(leaf.offset + leaf.numel - start, a)]
+        for leaf, _, local in leaf_shards(buffer):
+            values[leaf.path] = local if whole is None else whole[leaf.path].detach()
             owns.append(apart)
 
     def look() -> tuple[None, list[Topic]]:
