@@ -125,8 +125,22 @@ def rehearse(
         forward_backward = forward_backward.like(chosen)
         assert isinstance(forward_backward.driver, Driver)
         driver = forward_backward.driver
+    # A model may ask fake tensors alone for no values: transformers looks into all others for packed sequences.
+    for fakes in (True,) if not imagined or moves(driver.model) else (False, True):
+        try:
+            return _rehearse(forward_backward, state, args, kwargs, verb, imagined, fakes, counter, spared)
+        except RuntimeError as error:
+            if fakes or "meta" not in str(error).lower():
+                refuse_values(error, verb)
+                raise
+    raise AssertionError("either way returns or raises")
+
+
+def _rehearse(
+    forward_backward: ForwardBackward[Any], state: State, args: Any, kwargs: Any, verb: str, imagined: bool,
+    fakes: bool, counter: Any, spared: Sequence[int],
+) -> Rehearsed:  # fmt: skip
     where, gives_back = steps_on(state)
-    fakes = not imagined or moves(driver.model)
     if imagined:
         where, gives_back = (torch.device("cpu") if fakes else torch.device("meta")), True
     layout = state.layout
@@ -134,7 +148,7 @@ def rehearse(
     kernels = ImaginedKernels(where) if imagined else nullcontext()
     with mode:
         weights = weights_of(layout, where)
-    rehearsal = Rehearsal(driver.bare(), where, weights, holds=gives_back)
+    rehearsal = Rehearsal(forward_backward.driver.bare(), where, weights, holds=gives_back)
     with torch.compiler.set_stance("force_eager"), mode, kernels:
         own = [(held, name) for _, held, name in every_buffer(rehearsal.model)]
         for held, name in own:
@@ -160,12 +174,8 @@ def rehearse(
             laps = tuple(rehearsal.laps)
             return Rehearsed(tuple(stretches), (*forward,), (*backward,), rehearsal.moved, laps, gives_back)
 
-        try:
-            found = run()
-            return run() if found.moved else found  # where there is room for it is known from the second step on
-        except RuntimeError as error:
-            refuse_values(error, verb)
-            raise
+        found = run()
+        return run() if found.moved else found  # where there is room for it is known from the second step on
 
 
 def _alike(t: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch._subclasses import FakeTensor
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
@@ -234,6 +235,26 @@ def test_the_peak_is_that_of_step_memory_but_for_what_gpus_give_back() -> None:
     assert on_paper.parts["activations"] >= found.parts["activations"]  # gradients wait there for their copy
     assert [one.unit for one in on_paper.stretches] == [one.unit for one in found.stretches]
     assert on_paper.parts["main weights"] == found.parts["main weights"]
+
+
+def test_a_model_that_asks_for_values_of_all_but_fake_tensors_is_predicted_as_any_other() -> None:
+    """As those of transformers, which look for packed sequences: `if not is_fake(x) and (x == 0).all()`."""
+
+    class Looks(nn.Module):
+        def __init__(self, always: bool = False) -> None:
+            super().__init__()
+            self.net, self.always = Net(), always
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if (self.always or not isinstance(x, FakeTensor)) and bool(x.detach().view(-1)[0] == 0):
+                x = x + 1
+            return self.net(x)
+
+    given = spec({"data": 8})
+    plain, looks = (fsdp.predict(model, loss_fn, rows(), given, graph=True) for model in (Net(), Looks()))
+    assert (looks.seconds, looks.peak, looks.parts) == (plain.seconds, plain.peak, plain.parts)
+    with pytest.raises(fsdp.ScheduleError, match=r"predict: the step asks for a tensor's value, at .*test_predict\.py"):
+        fsdp.predict(Looks(always=True), loss_fn, rows(), given)
 
 
 def test_attention_and_norms_keep_what_kernels_of_gpus_keep() -> None:
