@@ -123,7 +123,6 @@ def rehearse(
     if forward_backward.budget is not None:
         chosen = forward_backward.budget.locally(forward_backward, state, args, kwargs, imagined)
         forward_backward = forward_backward.like(chosen)
-        assert isinstance(forward_backward.driver, Driver)
         driver = forward_backward.driver
     # A model may ask fake tensors alone for no values: transformers looks into all others for packed sequences.
     for fakes in (True,) if not imagined or moves(driver.model) else (False, True):
@@ -143,12 +142,13 @@ def _rehearse(
     where, gives_back = steps_on(state)
     if imagined:
         where, gives_back = (torch.device("cpu") if fakes else torch.device("meta")), True
-    layout = state.layout
+    driver, layout = forward_backward.driver, state.layout
+    assert isinstance(driver, Driver)
     mode = torch_private.fakes_that_die() if fakes else nullcontext()
     kernels = ImaginedKernels(where) if imagined else nullcontext()
     with mode:
         weights = weights_of(layout, where)
-    rehearsal = Rehearsal(forward_backward.driver.bare(), where, weights, holds=gives_back)
+    rehearsal = Rehearsal(driver.bare(), where, weights, holds=gives_back)
     with torch.compiler.set_stance("force_eager"), mode, kernels:
         own = [(held, name) for _, held, name in every_buffer(rehearsal.model)]
         for held, name in own:
