@@ -129,6 +129,11 @@ class Recorder(TorchDispatchMode):
         def value(v: Any) -> Any:
             if isinstance(v, torch.Tensor):
                 return v.clone()
+            if isinstance(v, torch.UntypedStorage) and v.device.type == "meta":
+                raise SpecError(
+                    "init: the module's construction reads weights by torch.load, which gives shapes only to tensors "
+                    "that have no values yet. Leave that out, and name the file: init(make, spec, weights=file)."
+                )
             if not isinstance(v, View):
                 return v
             if v.storage not in real:

@@ -10,6 +10,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -535,6 +536,23 @@ def test_construction_may_look_at_values() -> None:
 
 
 # -------------------------------------------------------------------------------- what it cannot do
+
+
+def test_weights_that_make_reads_by_torch_load_are_refused_with_the_way_to_read_them(tmp_path: Path) -> None:
+    """torch.load gives no values where tensors have none."""
+    there = nn.Linear(2, 2)
+    torch.save(there.state_dict(), tmp_path / "weights.pt")
+
+    def make() -> nn.Module:
+        module = nn.Linear(2, 2)
+        module.load_state_dict(torch.load(tmp_path / "weights.pt"))
+        return module
+
+    spec = Spec(fsdp.local_mesh())
+    with pytest.raises(SpecError, match=r"init: .* by torch\.load, .*init\(make, spec, weights=file\)"):
+        fsdp.init(make, spec)
+    state, _ = fsdp.init(lambda: nn.Linear(2, 2), spec, weights=tmp_path / "weights.pt")
+    assert torch.equal(fsdp.full_params(state)["weight"], there.weight)
 
 
 @pytest.mark.parametrize("look", [lambda w: w.detach().numpy(), lambda w: w.data.nonzero().shape])
