@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch.nn as nn
 
 from functional_fsdp import Hardware, ScheduleError, SpecError, State
-from functional_fsdp.extend import ranks_of, skeleton_of
+from functional_fsdp.extend import ranks_of
 
 from ._drive.forward_backward import ForwardBackward
-from ._modules.unit_modules import outermost
+from ._modules.unit_modules import copy_of, outermost
 from .remat import offload as offloaded
 from .remat import remat
 from .step_memory import Rehearsed, rehearse
@@ -83,7 +83,7 @@ def budget(model: M, nbytes: int, *patterns: str, moves: bool = True, hardware: 
         raise SpecError(f"budget(nbytes={nbytes!r}): expected bytes, more than 0, as 60 * 2**30.")
     if isinstance(hardware, str):
         Hardware.named(hardware)
-    copied = skeleton_of(model)
+    copied = copy_of(model)
     paths = [path for path, _ in outermost("budget", copied, patterns)] if patterns else blocks_of(copied)
     if not paths:
         raise SpecError(

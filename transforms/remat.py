@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from functional_fsdp import ScheduleError, SpecError, TreeError
 from functional_fsdp._seams import as_names, torch_private
-from functional_fsdp.extend import refuse, skeleton_of, traced_as
+from functional_fsdp.extend import refuse, traced_as
 
 from ._compile.compile_units import called
-from ._modules.unit_modules import each_leaf, once_a_class, outermost, subclass
+from ._modules.unit_modules import copy_of, each_leaf, once_a_class, outermost, subclass
 from ._remat.across_jvp import across_jvp, in_one_jvp, keeps_nothing
 from ._remat.draws import generators_of
 from ._remat.habits import Habits
@@ -126,7 +126,7 @@ def remat(
         again = partial(_checkpointed, what, preserve_rng_state)
         again.__wrapped__ = what  # type: ignore[attr-defined]
         return again
-    model, owner = skeleton_of(what), Owner()
+    model, owner = copy_of(what), Owner()
     if not patterns:
         raise SpecError("remat(model): name the modules that recompute, as remat(model, 'blocks.*').")
     for path, module in outermost("remat", model, patterns):
@@ -175,7 +175,7 @@ def offload(what: Any, *patterns: str) -> Any:
         return _wrapped(what, part_of(what, "offload"))
     if not patterns:
         raise SpecError("offload(model): name the modules, as offload(model, 'blocks.*').")
-    model, owner = skeleton_of(what), Owner()
+    model, owner = copy_of(what), Owner()
     for path, module in outermost("offload", model, patterns):
         _become_part("offload", path, module, KeptPart("offload", owner))
     return model

@@ -143,6 +143,14 @@ def refuse_wrapped(path: str, part: nn.Module) -> None:
 
 
 M = TypeVar("M", bound=nn.Module)
+TRAINS = "What trains is the state's to say: fsdp.freeze(state, pattern), or Spec(trainable={pattern: False})."
+KINDS = "Weights are on the mesh's device, in the spec's dtypes: Precision(main=, compute=)."
+VALUES = "Values are the state's: fsdp.load_weights(state, weights), or fsdp.replace_params(state, params)."
+WHOLE = "All weights of a state are fsdp.state_dict(state, model), or fsdp.full_params(state)."
+#: what to do in the place of what was called on a placeholder, by name; state_dict() calls detach
+REMEDIES = dict.fromkeys(["to", "cuda", "bfloat16", "half", "double", "float"], KINDS)
+REMEDIES |= dict.fromkeys(["copy_", "zero_", "fill_", "normal_", "uniform_"], VALUES)
+REMEDIES |= {"requires_grad_": TRAINS, "detach": WHOLE, "clone": WHOLE}
 
 
 class Placeholder(nn.Parameter):
@@ -164,9 +172,7 @@ class Placeholder(nn.Parameter):
         name = getattr(func, "__name__", "")
         if name == "__set__" and func.__self__.__name__ == "requires_grad" and bool(args[1]) is not _trains(args[0]):
             raise TreeError(
-                f"requires_grad of a parameter of shape {_shape(args)} was set after its module had been split: what "
-                "trains is the state's to say. Set it before functionalize, or freeze leaves by "
-                "Spec(trainable={pattern: False})."
+                f"requires_grad of a parameter of shape {_shape(args)} was set after its module was split. {TRAINS}"
             )
         if name in Placeholder.answers:
             first = args[0]
@@ -178,10 +184,13 @@ class Placeholder(nn.Parameter):
         lent = pytree.tree_map_only(Placeholder, Placeholder.lent, given)
         if any(map(is_not, pytree.tree_leaves(lent), pytree.tree_leaves(given))):
             return func(*lent[0], **lent[1])
+        remedy = REMEDIES.get(name) or (
+            "Call fsdp.bind(model, weights)(...), with weights from unshard; or have a module with weights: "
+            "fsdp.as_module(model, weights)."
+        )
         raise TreeError(
             f"bind weights first: this is a skeleton, its parameters have no values ({name or func} was called on one "
-            f"of shape {_shape((*args, *(kwargs or {}).values()))}). Call fsdp.bind(model, weights)(...), with weights "
-            "from unshard; or have a module with weights: fsdp.as_module(model, weights)."
+            f"of shape {_shape((*args, *(kwargs or {}).values()))}). {remedy}"
         )
 
     def lent(self) -> torch.Tensor:

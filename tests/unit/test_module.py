@@ -288,7 +288,7 @@ def test_tied_weights_appear_at_both_paths() -> None:
 # -------------------------------------------------------------------------------- bind weights first
 
 
-@pytest.mark.parametrize("call", ["forward", "part", "method", "arithmetic", "state_dict"])
+@pytest.mark.parametrize("call", ["forward", "part", "method", "arithmetic"])
 def test_a_skeleton_says_bind_weights_first(call: str) -> None:
     _, skeleton = fsdp.functionalize(model())
     assert isinstance(skeleton, Model)
@@ -297,12 +297,45 @@ def test_a_skeleton_says_bind_weights_first(call: str) -> None:
         "part": lambda: skeleton.blocks[0](torch.ones(1, 4)),
         "method": lambda: skeleton.encode(IDS),
         "arithmetic": lambda: skeleton.gain * 2,
-        "state_dict": lambda: skeleton.state_dict(),
     }
     with pytest.raises(
         TreeError, match=r"bind weights first: this is a skeleton.*fsdp\.bind\(model, weights\)\(\.\.\.\)"
     ):
         calls[call]()
+
+
+@pytest.mark.parametrize(
+    ("call", "remedy"),
+    [
+        (lambda m: m.state_dict(), r"fsdp\.state_dict\(state, model\)"),
+        (lambda m: m.requires_grad_(False), r"fsdp\.freeze\(state, pattern\)"),
+        (lambda m: m.to("cpu", torch.float64), r"Precision\(main=, compute=\)"),
+        (lambda m: m.bfloat16(), r"Precision\(main=, compute=\)"),
+        (lambda m: nn.init.zeros_(m.weight), r"fsdp\.replace_params\(state, params\)"),
+        (lambda m: nn.init.normal_(m.weight), r"fsdp\.replace_params\(state, params\)"),
+    ],
+)
+def test_what_is_called_on_a_skeleton_as_on_any_module_is_refused_with_what_to_call_here(
+    call: Any, remedy: str
+) -> None:
+    _, skeleton = fsdp.functionalize(nn.Linear(3, 5))
+    with pytest.raises(TreeError, match=rf"bind weights first: this is a skeleton.*{remedy}"):
+        call(skeleton)
+
+
+def test_a_part_that_is_put_into_a_skeleton_is_refused() -> None:
+    """The weights of a new head would not be used: those of the state have its name."""
+    params, skeleton = fsdp.functionalize(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
+    skeleton[1] = nn.Linear(5, 4)
+    for of in (
+        lambda: T.forward_backward(skeleton, lambda m, x: m(x).sum()),
+        lambda: T.apply(skeleton),
+        lambda: T.remat(skeleton, "0"),
+    ):
+        with pytest.raises(TreeError, match=r"the parameter '1\.weight' has values, .* before functionalize"):
+            of()
+    with pytest.raises(TreeError, match=r"'1\.weight' has shape \(2, 5\); expected \(4, 5\)"):
+        fsdp.bind(skeleton, params)
 
 
 def test_the_error_names_the_operation_and_the_shape() -> None:

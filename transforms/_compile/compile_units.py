@@ -20,9 +20,8 @@ import torch.nn as nn
 
 from functional_fsdp import SpecError
 from functional_fsdp._seams import torch_private, tracing_now
-from functional_fsdp.extend import skeleton_of
 
-from .._modules.unit_modules import NEVER_CALLED, UnitModule, once_a_class, outermost, subclass
+from .._modules.unit_modules import NEVER_CALLED, UnitModule, copy_of, once_a_class, outermost, subclass
 from .code import Code, with_late_copies
 from .startup import Clock, finish_start
 
@@ -79,7 +78,7 @@ def compile_units(what: Any, *patterns: str, **options: Any) -> Any:
             )
         unit = Compiled(compiler, getattr(what, "__qualname__", repr(what)))
         return partial(unit.function, what)
-    model = skeleton_of(what)
+    model = copy_of(what)
     for path, module in outermost("compile_units", model, patterns) if patterns else [("", model)]:
         if isinstance(module, NEVER_CALLED):
             where, inner = (repr(path), f"{path}.*") if path else ("this", "*")

@@ -27,7 +27,7 @@ from functional_fsdp.extend import Session, lineage_of, refuse, skeleton_of
 
 from .._compile.compile_units import Compiler, Options, refuse_around
 from .._compile.startup import waiting
-from .._modules.unit_modules import Leaf, each_once, find_unit_modules, leaves_of, order_of, slots_of
+from .._modules.unit_modules import Leaf, copy_of, each_once, find_unit_modules, leaves_of, order_of, slots_of
 from .._uses import USES, Uses
 from .buffers import clear
 from .levels import Levels, outside_levels
@@ -97,7 +97,7 @@ class Driver:
         self.compiler = Compiler.of(compile)
         self.watch: Callable[[str, Gradients], None] | None = None  # what sees gradients before they are reduced
         self.reduce: Callable[..., State] = reduce
-        self.model = skeleton_of(model)
+        self.model = copy_of(model)
         self.layout: Layout | None = None
         self.unit_calls: list[UnitCall] = []
         self.device: Any = None

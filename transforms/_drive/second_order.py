@@ -20,9 +20,9 @@ import torch.nn as nn
 
 from functional_fsdp import Layout, ScheduleError, SpecError, State, reduce, unshard
 from functional_fsdp._seams import changed, spoilt, torch_private
-from functional_fsdp.extend import Session, ranks_of, skeleton_of
+from functional_fsdp.extend import Session, ranks_of
 
-from .._modules.unit_modules import find_unit_modules, slots_of
+from .._modules.unit_modules import copy_of, find_unit_modules, slots_of
 from .buffers import WriteWatch, clear, version
 from .driver import Tensors, caller, refuse_nesting
 from .placeholders import precisions
@@ -39,7 +39,7 @@ class Whole:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = skeleton_of(model)
+        self.model = copy_of(model)
         for path, part in self.model.named_modules():
             if "_part" in vars(part) and vars(part)["_part"].fate == "offload":
                 raise SpecError(

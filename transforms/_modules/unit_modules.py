@@ -32,12 +32,33 @@ import torch.nn as nn
 
 from functional_fsdp import Layout, SpecError, TreeError
 from functional_fsdp._seams import aliases_of, as_names
-from functional_fsdp.extend import match
+from functional_fsdp.extend import Placeholder, match, skeleton_of
 
 __all__ = [
-    "Leaf", "UnitModule", "each_leaf", "each_once", "find_unit_modules", "leaves_of", "map_tensors",
+    "Leaf", "UnitModule", "copy_of", "each_leaf", "each_once", "find_unit_modules", "leaves_of", "map_tensors",
     "once_a_class", "order_of", "outermost", "slots_of", "subclass",
 ]  # fmt: skip
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def copy_of(model: M) -> M:
+    """The skeleton of a model.
+
+    Raises:
+        TreeError: a model with some parameters of which only the shape is known and some with values, which a state has
+            under the same paths, and of which nobody would see that they are not used. Also as `extend.skeleton_of`.
+    """
+    copied = skeleton_of(model)
+    new = [path for path, p in model.named_parameters() if not isinstance(p, Placeholder)]
+    if 0 < len(new) < len([*model.parameters()]):
+        raise TreeError(
+            f"the parameter {new[0]!r} has values, and others of the model have none: a part was put into the skeleton, "
+            "and its values would not be used, since weights are the state's. Put it into the module before functionalize, "
+            "or in the function that init is given; or change the state: fsdp.load_weights, fsdp.replace_params."
+        )
+    return copied
 
 
 def outermost(verb: str, model: nn.Module, patterns: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
