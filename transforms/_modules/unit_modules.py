@@ -54,9 +54,9 @@ def copy_of(model: M) -> M:
     new = [path for path, p in model.named_parameters() if not isinstance(p, Placeholder)]
     if 0 < len(new) < len([*model.parameters()]):
         raise TreeError(
-            f"the parameter {new[0]!r} has values, and others of the model have none: a part was put into the skeleton, "
-            "and its values would not be used, since weights are the state's. Put it into the module before functionalize, "
-            "or in the function that init is given; or change the state: fsdp.load_weights, fsdp.replace_params."
+            f"the parameter {new[0]!r} has values, and others of the model have none: a part was put into a skeleton. "
+            "Weights are the state's, so its values would not be used. Put it into the module before functionalize, or "
+            "in the function that init is given; or change the state: fsdp.load_weights, fsdp.replace_params."
         )
     return copied
 
