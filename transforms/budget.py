@@ -49,7 +49,8 @@ def budget(model: M, nbytes: int, *patterns: str, moves: bool = True, hardware: 
     Returns:
         a copy of the model (a skeleton). The first call of its `forward_backward` chooses, by rehearsals without
         memory, for this state and this batch; later ones follow that. Where everything fits nothing is changed.
-        `forward_backward.choice` is then a `BudgetChoice`: printing it gives a table.
+        `forward_backward.choice` is then a `BudgetChoice`: printing it gives a table. On paper it is there after
+        `T.step_memory(forward_backward, abstract state, batch)`.
 
     A part of a block is a direct child that is called. For each there are bytes that it keeps and seconds to run it
     again, or to move it; and of its matrix products and attention alone, whose outputs can stay while norms and
@@ -200,10 +201,13 @@ class Budget:
             log.info("%r", choice)
         return trial.changed(ways), choice
 
-    def locally(self, of: ForwardBackward[Any], state: State, args: Any, kwargs: Any, imagined: bool) -> nn.Module:
-        """The model as it would run, of a state that need not have ranks."""
+    def locally(
+        self, of: ForwardBackward[Any], state: State, args: Any, kwargs: Any, imagined: bool
+    ) -> tuple[nn.Module, BudgetChoice]:
+        """The model as it would run, of a state that need not have ranks, and what was chosen."""
         trial = Trial(self, of, state, args, kwargs, imagined)
-        return trial.changed(trial.choose())
+        ways = trial.choose()
+        return trial.changed(ways), trial.described(ways)
 
 
 class Trial:

@@ -121,7 +121,8 @@ def rehearse(
     if not isinstance(driver, Driver):
         raise ScheduleError(f"{verb}: of forward_backward(second_order=True) it is not known. Leave that out.")
     if forward_backward.budget is not None:
-        chosen = forward_backward.budget.locally(forward_backward, state, args, kwargs, imagined)
+        chosen, choice = forward_backward.budget.locally(forward_backward, state, args, kwargs, imagined)
+        forward_backward.choice = choice  # until the first call, in which all ranks choose
         forward_backward = forward_backward.like(chosen)
         driver = forward_backward.driver
     # A model may ask fake tensors alone for no values: transformers looks into all others for packed sequences.

@@ -66,7 +66,8 @@ def local_shards(
         `{path: [elements of this leaf that this rank holds]}`; empty where it holds none. Since a bucket is cut
         whatever the leaf boundaries, a part is a run of the flattened leaf, not whole rows. Tied leaves
         appear once. Frozen leaves have no gradients; placements without compute copies have no "weights". Of leaves
-        that are gathered in float8 these are the weights times `state.scales`, in float8.
+        that are gathered in float8 these are the weights times `state.scales`, in float8. Main weights are to be read:
+        compute copies (ddp, zero1, zero2, `Precision(gather=)`) do not follow a write, see `extend.change_weights`.
 
     Raises:
         StaleStateError: a state that `step` has consumed. ScheduleError: `unique` gradients that are still partial

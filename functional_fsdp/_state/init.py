@@ -234,7 +234,8 @@ def init(
         make: builds the module, as `lambda: GPT(config)`. It runs with fake tensors, which have no memory. It may call
             `parallelize_module(..., src_data_rank=None)`, along an axis of the spec's mesh.
         spec, optimizer, local_buffers: as for `shard`.
-        seed: decides every bit of the weights, whatever the world size and the placement.
+        seed: decides every bit of the weights, whatever the world size and the placement. They are not those of
+            `torch.manual_seed(seed); make()`, and seeds and generators within `make` do not count.
         every_buffer: the state gets the buffers that are not persistent, too; see `buffers`.
         weights: where their values come from in the place of the initialisers: a folder or file of any format that
             `open_checkpoint` knows, or {name: tensor}; each rank reads its runs only. See `load_weights`.

@@ -215,6 +215,24 @@ def test_what_cannot_be_chosen_is_refused() -> None:
         fsdp.lower(T.forward_backward(T.budget(model, 100), loss_fn), state, data(0))
 
 
+def test_the_choice_is_known_on_paper_and_the_first_call_makes_the_same() -> None:
+    nbytes = int(0.7 * most())
+    params, model = fsdp.functionalize(net())
+    forward_backward = T.forward_backward(T.budget(model, nbytes, moves=False), loss_fn)
+    on_paper = fsdp.abstract_state(params, fsdp.Spec({"data": 2}), fsdp.sgd(lr=0.1))
+    assert forward_backward.choice is None
+    peak = T.step_memory(forward_backward, on_paper, data(1)).peak
+    choice = forward_backward.choice
+    assert choice.peak == peak <= nbytes
+    assert set(choice.ways.values()) != {str(KEPT)}
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.sgd(lr=0.1))
+    forward_backward(state, data(1))
+    assert forward_backward.choice is not choice
+    again = T.forward_backward(T.budget(model, nbytes, moves=False), loss_fn)
+    again(state, data(1))
+    assert forward_backward.choice == again.choice  # what was said on paper is nothing for a run
+
+
 class Other(nn.Module):
     """A block whose parts have other names than those of `Block`."""
 

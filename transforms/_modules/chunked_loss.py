@@ -395,8 +395,9 @@ def _look(model: nn.Module, base: str, head: str) -> None:
         if not said:
             return
     if isinstance(said, Exception):
+        why = str(said).split(". ")[0].rstrip(".")
         raise SpecError(
-            f"chunked_loss: {type(model).__name__} could not be looked at: {str(said)[:200]}. Say what its head is "
+            f"chunked_loss: {type(model).__name__} could not be looked at: {why}. Say what its head is "
             f"given: hidden=lambda model, tokens: ..., and head={head!r}."
         ) from said
     raise SpecError(
