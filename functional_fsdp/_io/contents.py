@@ -20,7 +20,7 @@ from .spans import Cut, Files, entry_values, numel_of
 
 __all__ = [
     *("Contents", "Format", "buffers_by_shards", "by_number", "number_of", "plain_name", "plain_names", "sorted_out"),
-    *("steps_from", "without_prefix"),
+    *("steps_from", "tensors_expected", "without_prefix"),
 ]
 
 Spans = dict[str, Any]  # Entry, Cut, Blob, Filled or tensor, by name
@@ -136,6 +136,17 @@ def sorted_out(named: Mapping[str, Any]) -> tuple[Spans, Moments, list[str], str
         others += [name for name in weights if not name.startswith(prefix)]
         weights = {name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)}
     return weights, moments, others, prefix
+
+
+def tensors_expected(name: Any) -> str:
+    """How an error ends that found something else under this name."""
+    if name != "state":
+        return "expected tensors by name."
+    return (
+        "expected tensors by name. In the state_dict() of a torch.optim optimizer leaves are numbers: give "
+        "load_optimizer_state the file of torch.save({'model': module.state_dict(), 'optimizer': optimizer.state_dict()"
+        "}, file), or {path: {'mean': exp_avg, 'square': exp_avg_sq}} and steps=."
+    )
 
 
 def by_number(

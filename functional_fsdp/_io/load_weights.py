@@ -173,7 +173,8 @@ def load_optimizer_state(
     Collective: every rank calls it. Checks on the host; an all-gather a bucket where a placement keeps compute copies.
 
     Example:
-        >>> kept = {path: {"mean": s["exp_avg"], "square": s["exp_avg_sq"]} for path, s in old["state"].items()}
+        >>> # old: {path: adam.state[p] for path, p in module.named_parameters()}, of a torch.optim.AdamW
+        >>> kept = {path: {"mean": s["exp_avg"], "square": s["exp_avg_sq"]} for path, s in old.items()}
         >>> state = fsdp.load_optimizer_state(state, kept, steps=1000)
     """
     state._valid("load_optimizer_state")

@@ -18,6 +18,7 @@ from .._common.errors import SpecError, TreeError, as_names, as_path, expect
 from .._common.tree import PathIndex
 from .._runtime.agreement import Topic
 from .._storage.flat import FlatBuffer, coordinate_of, leaf_shards
+from .contents import tensors_expected
 from .conversions import Conversions, checked, part_of, same_conversions
 from .pieces import Piece, blocks, pieces
 from .spans import Files, entry_values
@@ -120,7 +121,7 @@ def weights_given(
 def _tensors(what: str, held: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
     for name, one in held.items():
         if not isinstance(name, str) or not isinstance(one, torch.Tensor):
-            raise TreeError(f"weights: {what} has a {type(one).__name__} at {name!r}; expected tensors by name.")
+            raise TreeError(f"weights: {what} has a {type(one).__name__} at {name!r}; {tensors_expected(name)}")
         if type(one) not in (torch.Tensor, torch.nn.Parameter) and hasattr(one, "full_tensor"):
             raise TreeError(
                 f"weights: {what} has a {type(one).__name__} at {name!r}; expected plain tensors. Give whole ones, "

@@ -82,7 +82,7 @@ def scene() -> dict[str, Any]:
     moments = {path: {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.ones_like(p)} for path, p in params.items()}
     return {
         **{"mesh": mesh, "model": model, "optimizer": optimizer, "loss_fn": loss_fn, "loss": of_weights},
-        **{"params": params, "moved": params, "old": {"state": moments}, "lr": 0.1, "k": 0, "rank": 0},
+        **{"params": params, "moved": params, "old": moments, "lr": 0.1, "k": 0, "rank": 0},
         **{"batch": batch, "tokens": batch, "ids": torch.zeros(4)},
         "w": fsdp.functionalize(model.blocks[0])[0],
         "state": fsdp.shard(params, fsdp.Spec(mesh), optimizer),

@@ -69,6 +69,14 @@ def one(**spec: Any) -> fsdp.State:
     return fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(fsdp.local_mesh(), **spec), fsdp.sgd(lr=0.1))
 
 
+def of_torch(file: Path | None = None) -> Any:
+    """What a torch.optim optimizer keeps; or a file of it."""
+    kept = torch.optim.AdamW([torch.ones(4, requires_grad=True)]).state_dict()
+    if file is not None:
+        torch.save(kept, file)
+    return file or kept
+
+
 def begun(grads: Any, unit: str | None = None) -> Any:
     state = fsdp.unshard(one(), unit)[0] if unit else fsdp.unshard(one())[0]
     return fsdp.reduce(state, grads, unit)
@@ -366,6 +374,12 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "SpecError: is a tensor of the layout sparse_coo, which torch does not compile"),
     "load_weights: a list": (lambda _: fsdp.load_weights(one(), [1]),  # type: ignore[arg-type]
         "SpecError: weights: expected a folder, a file.* and got a list"),
+    "load_optimizer_state: of torch.optim, by number": (
+        lambda _: fsdp.load_optimizer_state(one(), of_torch()),
+        r"TreeError: has a dict at 'state'; expected tensors by name\..* leaves are numbers.*'optimizer': optimizer"),
+    "load_optimizer_state: a file of torch.optim, by number": (
+        lambda folder: fsdp.load_optimizer_state(one(), of_torch(folder / "adam.pt")),
+        r"CheckpointError: has a dict at 'state'; expected tensors by name\..* leaves are numbers"),
     "load_weights: a number": (lambda _: fsdp.load_weights(one(), {"w": 3}),  # type: ignore[dict-item]
         "TreeError: has a int at 'w'; expected tensors by name"),
     "replace_params: another dtype": (lambda _: fsdp.replace_params(one(), {"w": torch.ones(4).double()}),

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._common.errors import CheckpointError
-from ..contents import Contents, buffers_by_shards
+from ..contents import Contents, buffers_by_shards, tensors_expected
 from ..pickles import Held, read_saved, span_of
 from ..safetensors_file import Entry, entries, read_header
 from ..spans import Cut, box, numel_of
@@ -168,7 +168,7 @@ def tensors_of(path: Path, tree: Any, span: Any) -> tuple[dict[str, Any], dict[s
         raise CheckpointError(f"{path} holds a {type(tree).__name__}; expected a state dict.")
     bad = next(((k, v) for k, v in tree.items() if not isinstance(k, str) or not _is_tensor(v)), None)
     if bad is not None:
-        raise CheckpointError(f"weights: {path} has a {_kind(bad[1])} at {bad[0]!r}; expected tensors by name.")
+        raise CheckpointError(f"weights: {path} has a {_kind(bad[1])} at {bad[0]!r}; {tensors_expected(bad[0])}")
     return {name: span_of(one, span) for name, one in tree.items()}, ties_of(tree.items())
 
 
