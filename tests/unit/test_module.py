@@ -338,6 +338,16 @@ def test_a_part_that_is_put_into_a_skeleton_is_refused() -> None:
         fsdp.bind(skeleton, params)
 
 
+def test_a_state_of_a_model_of_another_width_is_refused_by_driven_steps() -> None:
+    """It would compute by the state's shapes, and by the numbers of heads, say, of this one."""
+    params, _ = fsdp.functionalize(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
+    _, wider = fsdp.functionalize(nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 2)))
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()))
+    for call in (T.apply(wider), T.forward_backward(wider, lambda m, x: m(x).sum())):
+        with pytest.raises(TreeError, match=r"'0\.weight' is \[5, 3\] in the state, and \[7, 3\] in Sequential"):
+            call(state, torch.ones(1, 3))
+
+
 def test_the_error_names_the_operation_and_the_shape() -> None:
     _, skeleton = fsdp.functionalize(nn.Linear(3, 5))
     with pytest.raises(TreeError, match=r"linear was called on one of shape \(5, 3\)"):

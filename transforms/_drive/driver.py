@@ -27,7 +27,16 @@ from functional_fsdp.extend import Session, lineage_of, refuse, skeleton_of
 
 from .._compile.compile_units import Compiler, Options, refuse_around
 from .._compile.startup import waiting
-from .._modules.unit_modules import Leaf, copy_of, each_once, find_unit_modules, leaves_of, order_of, slots_of
+from .._modules.unit_modules import (
+    Leaf,
+    copy_of,
+    each_once,
+    find_unit_modules,
+    leaves_of,
+    order_of,
+    refuse_shapes,
+    slots_of,
+)
 from .._uses import USES, Uses
 from .buffers import clear
 from .levels import Levels, outside_levels
@@ -139,6 +148,8 @@ class Driver:
             return
         self.device = state.count.device
         found = find_unit_modules(self.model, state.layout)
+        if not state.spec.own:
+            refuse_shapes(self.model, state.layout)
         unit_modules = each_once(self.model, found)
         for unit_call in self.unit_calls:
             unit_call.remove()

@@ -36,7 +36,7 @@ from functional_fsdp.extend import Placeholder, match, skeleton_of
 
 __all__ = [
     "Leaf", "UnitModule", "copy_of", "each_leaf", "each_once", "find_unit_modules", "leaves_of", "map_tensors",
-    "once_a_class", "order_of", "outermost", "slots_of", "subclass",
+    "once_a_class", "order_of", "outermost", "refuse_shapes", "slots_of", "subclass",
 ]  # fmt: skip
 
 
@@ -137,6 +137,20 @@ def find_unit_modules(module: nn.Module, layout: Layout) -> list[UnitModule]:
     users = Counter(layout.source)
     tied = {path for path, source in zip(layout.paths, layout.source, strict=True) if users[source] > 1}
     return list(_visit(module, "", {path: leaf[path] for path in paths}, tied))
+
+
+def refuse_shapes(module: nn.Module, layout: Layout) -> None:
+    """Raise the TreeError for a model whose parameters have other shapes than the leaves, which have no part of a rank.
+    A leaf may be a stack of some, as `T.vmap` takes it."""
+    shapes = {leaf.path: leaf.shape for bucket in layout.buckets.values() for leaf in bucket.leaves}
+    source = dict(zip(layout.paths, layout.source, strict=True))
+    for path, held, name in slots_of(module):
+        has, there = tuple(held[name].size()), tuple(shapes[source[path]])
+        if has not in (there, there[1:]):
+            raise TreeError(
+                f"this state is of another model: {path!r} is {[*there]} in the state, and {[*has]} in "
+                f"{type(module).__name__}. Give the model that the state was made from."
+            )
 
 
 def _visit(module: nn.Module, path: str, below: dict[str, Leaf], tied: set[str]) -> Iterator[UnitModule]:
