@@ -141,12 +141,12 @@ def find_unit_modules(module: nn.Module, layout: Layout) -> list[UnitModule]:
 
 def refuse_shapes(module: nn.Module, layout: Layout) -> None:
     """Raise the TreeError for a model whose parameters have other shapes than the leaves, which have no part of a rank.
-    A leaf may be a stack of some, as `T.vmap` takes it."""
-    shapes = {leaf.path: leaf.shape for bucket in layout.buckets.values() for leaf in bucket.leaves}
+    A leaf may be a stack of some, as `T.vmap` takes it, or of stacks."""
+    shapes = {leaf.path: leaf.seen_shape for bucket in layout.buckets.values() for leaf in bucket.leaves}
     source = dict(zip(layout.paths, layout.source, strict=True))
     for path, held, name in slots_of(module):
         has, there = tuple(held[name].size()), tuple(shapes[source[path]])
-        if has not in (there, there[1:]):
+        if has != there[max(0, len(there) - len(has)) :]:
             raise TreeError(
                 f"this state is of another model: {path!r} is {[*there]} in the state, and {[*has]} in "
                 f"{type(module).__name__}. Give the model that the state was made from."
