@@ -128,7 +128,7 @@ def test_replicas_are_those_of_plain_torch(files: bool, tmp_path: Path) -> None:
             assert {f"{tree}.0.weight of replica {r}" for r in range(REPLICAS)} <= there.keys(), tree
 
 
-@pytest.mark.parametrize("codec", [fsdp.int4(), fsdp.int8(64)], ids=str)
+@pytest.mark.parametrize("codec", [fsdp.int4(), pytest.param(fsdp.int8(64), marks=pytest.mark.large)], ids=str)
 def test_outer_steps_in_few_bits(codec: fsdp.Codec, tmp_path: Path) -> None:
     """Ways travel packed, with feedback: as plain torch packs them, whatever shards hold, and across files."""
     wanted, plain = [*plainly(codec)], [*plainly()]
