@@ -80,7 +80,8 @@ def same(found: list[Any], steps: int, ranks: int, within: float = 1e-9) -> None
 
 FEW = 3  # rows of GRID that are always run, with few steps
 GRID = [
-    ("zero3", {"data": 2, "tp": 2}), ("hsdp", {"replica": 2, "shard": 2, "tp": 2}), ("zero1", {"tp": 4, "data": 2}),
+    ("zero3", {"data": 2, "tp": 2}), ("hsdp", {"replica": 2, "shard": 2, "tp": 2}), ("zero1", {"tp": 2, "data": 2}),
+    ("zero1", {"tp": 4, "data": 2}),
     ("zero3", {"data": 1, "tp": 2}), ("zero3", {"data": 4, "tp": 2}),
     ("zero3", {"data": 1, "tp": 4}), ("zero3", {"data": 2, "tp": 4}), ("zero3", {"data": 4, "tp": 4}),
     ("zero3", {"data": 4, "tp": 1}), ("zero1", {"data": 2, "tp": 2}), ("ddp norms", {"data": 2, "tp": 2}),
