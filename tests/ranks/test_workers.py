@@ -26,6 +26,7 @@ from support.commands import ROOT
 import functional_fsdp as fsdp
 from functional_fsdp import Handle, LaunchError, WorkerGroup
 from functional_fsdp._launch import pool as _pool
+from functional_fsdp._launch import server as _server
 from functional_fsdp._launch import transfer as _results
 from functional_fsdp._launch import worker as _worker
 from functional_fsdp._launch import workers as _workers
@@ -65,6 +66,7 @@ def test_the_server_imports_compilers_only_where_it_may_fork_after_that(
     for name in ("torch._dynamo", "torch._inductor"):
         importlib.import_module(name)
     monkeypatch.setattr(_pool, "_server", [])  # one of its own
+    monkeypatch.setattr(_server, "PRELOAD", [])  # of tests: it runs none
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with fsdp.workers(nprocs=1) as w:
         assert w(compilers).get() == [not gpus]
