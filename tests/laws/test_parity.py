@@ -9,7 +9,7 @@ from support.problems import LOOPS, largest, net, reference, sharded
 from support.ranks import launch
 from support.tables import FULL, each, product
 
-STEPS = 5 if FULL else 3
+STEPS = 5 if FULL else 2  # AdamW's first one has no history
 
 
 @pytest.mark.parametrize(("preset", "ranks", "loop", "micro"), product(PRESETS, (1, 2, 4), LOOPS, (1, 3)))
@@ -34,9 +34,9 @@ def test_gradients_and_losses_in_float32(preset: str, loop: str, micro: int) -> 
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.large), 4])  # sums of two have one order
 def test_zero3_and_ddp_are_equal_bit_for_bit(ranks: int, loop: str) -> None:
-    runs = [launch(sharded, (preset, loop, 3, 1, torch.float32), nprocs=ranks)[0] for preset in ("zero3", "ddp")]
+    runs = [launch(sharded, (preset, loop, STEPS, 1, torch.float32), nprocs=ranks)[0] for preset in ("zero3", "ddp")]
     for (loss_a, grads_a, weights_a), (loss_b, grads_b, weights_b) in zip(*runs, strict=True):
         assert loss_a == loss_b
         for a, b in ((grads_a, grads_b), (weights_a, weights_b)):
