@@ -40,7 +40,8 @@ def test_the_table_of_laws() -> None:
     ("preset", "axes"), [("zero3", 1), ("zero1", 1), ("ddp", 1), ("hsdp", 2), ("hfsdp", 2), ("zero2", 2)]
 )
 def test_an_exact_sum_has_the_bits_of_the_order_of_ranks(preset: str, axes: int) -> None:
-    assert launch(exact, (preset, axes, 10 if FULL else 3), nprocs=RANKS) == [(True, True)] * RANKS
+    found = launch(exact, (preset, axes, 10 if FULL else 3), nprocs=RANKS, processes=preset == "zero1")
+    assert found == [(True, True)] * RANKS
 
 
 def by_pattern() -> dict[str, tuple[Any, ...]]:
