@@ -280,10 +280,13 @@ class Lineage:
         """Before ranks communicate about the base outside a step: all of them come here.
 
         Never consumes: where all ranks look from the same place, the step goes on afterwards.
+
+        Raises:
+            RestartError: a look in the middle of a step that others have abandoned. Those at the base go on.
         """
         while True:
             self.come(serial)
-            with suppress(RestartError):  # some had abandoned a step: the base is what all look at
+            with suppress(RestartError) if serial == self.base else nullcontext():
                 return self.runtime.come_to_look("a look at this state")
 
     @contextmanager
@@ -291,6 +294,8 @@ class Lineage:
         """What ranks communicate within is about this state, and consumes nothing; who is stopped in it meets them."""
         self.look(state.version.serial)
         guard()
+        if not self.begun:
+            self.epoch = self.runtime.epoch  # whoever is stopped from here on meets the others
         with self, self.off_plan(state):
             yield
         self.looked()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -234,6 +236,34 @@ def looks_after_it(begun: int, preset: str, folder: str) -> list[bool]:
 @pytest.mark.parametrize(("begun", "preset"), [(0, "zero3"), (1, "ddp")])
 def test_all_may_look_where_some_had_begun_a_step(begun: int, preset: str, tmp_path: Path) -> None:
     assert launch(looks_after_it, (begun, preset, str(tmp_path / "saved")), nprocs=2) == [[True, True]] * 2
+
+
+def stopped_in_a_look(place: str) -> list[Any]:
+    """Rank 0 is stopped in the ballot of a look, or in its gather; rank 1 is past the ballot. Both look again."""
+    spec = fsdp.Spec(fsdp.local_mesh("cpu"), fsdp.zero3("data"))
+    state, other = (fsdp.shard({"a": torch.arange(12.0).view(3, 4)}, spec, fsdp.sgd(lr=0.1)) for _ in range(2))
+    run: Any = runtime_of(spec.mesh)
+    mid, _ = fsdp.unshard(other)
+    if dist.get_rank():
+        other, _ = fsdp.unshard(other)  # the ranks meet, which `state` has not heard of
+    else:
+        with pytest.raises(fsdp.RestartError):
+            fsdp.full_params(mid)
+        other, _ = fsdp.unshard(other)
+    with ExitStack() as stack:
+        if dist.get_rank() == 0:
+            stack.enter_context(mock.patch.object(run, place, side_effect=KeyboardInterrupt))
+            stack.enter_context(pytest.raises(KeyboardInterrupt))
+        else:
+            stack.enter_context(pytest.raises(fsdp.RestartError))
+        fsdp.full_params(state)
+    found: list[Any] = fsdp.full_params(state)["a"].flatten().tolist()
+    return found
+
+
+@pytest.mark.parametrize("place", ["tally", "now"])
+def test_whoever_is_stopped_in_a_look_meets_the_others(place: str) -> None:
+    assert launch(stopped_in_a_look, (place,), nprocs=2, simulate=True) == [[float(i) for i in range(12)]] * 2
 
 
 def twice() -> str:
