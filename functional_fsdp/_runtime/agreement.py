@@ -155,7 +155,7 @@ class Agreement:
         self.capturing = False
         self.remarks: list[str] = []  # of the step that is captured
         self.lineage_count = 0
-        self.lineages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.lineages: weakref.WeakSet[Any] = weakref.WeakSet()  # copies, too
         self.epoch = self.meetings = self.restarted = 0
         self.votes = 0  # that ended with all ranks agreed
         self.voted = (0, 0)  # in the last vote: the digest given, and how many remarks a capture had before it
@@ -173,8 +173,8 @@ class Agreement:
     def enroll(self, lineage: Any) -> int:
         """Let restarts compare this lineage's step count across ranks. Called in the same order on every rank. Returns
         its number."""
+        self.lineages.add(lineage)
         self.lineage_count += 1
-        self.lineages[self.lineage_count] = lineage
         return self.lineage_count
 
     def count_lineages(self, count: int) -> None:

@@ -84,10 +84,10 @@ def announce(run: Any, lineage: int = 0) -> Status:
     number = run.meetings
     if run.meeting is None or run.meeting.number != number:
         counts = {name: log.count for name, log in run.issued.items()}
-        steps = {key: lineage.steps for key, lineage in run.lineages.items() if lineage.counted}
-        named = run.lineages if lineage == ALL else [lineage]
-        begun = {key: found.place for key in named if (found := run.lineages.get(key)) and found.begun}
-        said = Status(counts, 0 if run.parted else lineage, begun, steps, described(run.forms.form))
+        steps = {one.number: one.steps for one in run.lineages if one.number and one.counted and not one.graphed}
+        begun = {one.number: one.place for one in run.lineages if one.begun and lineage in (one.number, ALL)}
+        nobody = run.parted or 0 in begun  # copies have no number by which ranks could compare them
+        said = Status(counts, 0 if nobody else lineage, begun, steps, described(run.forms.form))
         run.come_to(Meeting(number, said))
     if run.host_vote is not None:
         run.host_vote.forget()  # before others may go on

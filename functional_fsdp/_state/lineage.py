@@ -102,6 +102,7 @@ class Lineage:
         """The lineage of states that are made of this one's, perhaps on another mesh."""
         new = Lineage(run, layout, spec, steps, count, self.local_buffers, self.src)
         new.activations = self.activations
+        run.lineages.add(new)
         return new
 
     def stand_in(self, run: Runtime, spec: Spec, steps: int, graph_plan: Any, offset: torch.Tensor) -> Lineage:
@@ -263,7 +264,7 @@ class Lineage:
 
     def others_begun(self) -> bool:
         """Whether steps of other lineages are under way."""
-        return any(other.begun for other in self.runtime.lineages.values() if other is not self)
+        return any(other.begun for other in self.runtime.lineages if other is not self)
 
     # ---------------------------------------------------------------- who only looks
 

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from operator import attrgetter
 from os import PathLike
 from pathlib import Path
 from types import FrameType
@@ -118,7 +119,7 @@ class Recorder:
             "host": socket.gethostname(),
             "process": os.getpid(),
             "lanes": lanes,
-            "states": [_state(lineage) for lineage in [*run.lineages.values()]],
+            "states": [_state(lineage) for lineage in sorted(run.lineages, key=attrgetter("number"))],
             "line": "" if main is None else users_line(traceback.walk_stack(main)),
             "stacks": {
                 names.get(ident, str(ident)): _stack(frame)

@@ -362,6 +362,11 @@ def test_an_error_on_one_rank_ends_the_call_and_keeps_the_last_whole_step(monkey
         assert same(w, state, 6)
 
 
+def replicated() -> fsdp.State:
+    spec = fsdp.Spec(fsdp.local_mesh("cpu"), fsdp.ddp("data"))
+    return fsdp.shard({"a": torch.arange(12.0).view(3, 4)}, spec, fsdp.sgd(lr=0.1))
+
+
 def begins_on(state: fsdp.State, begun: int) -> None:
     """Fails on every rank, before a step or within it; with whole weights a step begins without a collective."""
     if rank() == begun:
@@ -371,11 +376,7 @@ def begins_on(state: fsdp.State, begun: int) -> None:
 
 @pytest.mark.parametrize("begun", [0, 1])
 def test_ranks_that_stopped_before_a_step_and_in_it_go_on_from_one_state(w: WorkerGroup, begun: int) -> None:
-    state = w(
-        lambda: fsdp.shard(
-            {"a": torch.arange(12.0).view(3, 4)}, fsdp.Spec(fsdp.local_mesh("cpu"), fsdp.ddp("data")), fsdp.sgd(lr=0.1)
-        )
-    )
+    state = w(replicated)
     for steps in (0, 1):
         with pytest.raises(LaunchError, match="bad data"):
             w(begins_on, state, begun)
@@ -383,6 +384,33 @@ def test_ranks_that_stopped_before_a_step_and_in_it_go_on_from_one_state(w: Work
             assert same(w, state, steps)
         state, _ = w(train, state, 1)
     assert same(w, state, 2)
+
+
+@pytest.mark.parametrize("begun", [0, 1])
+def test_ranks_that_stopped_before_a_step_of_a_copy_and_in_it_go_on_from_one_state(begun: int) -> None:
+    """Copies have no number by which ranks know them."""
+    with fsdp.simulate(data=2) as ranks:
+        copied = ranks(copy.deepcopy, ranks(replicated))
+        with pytest.raises(LaunchError, match="bad data"):
+            ranks(begins_on, copied, begun)
+        copied, _ = ranks(train, copied, 1)
+        assert same(ranks, copied, 1)
+
+
+def traced(state: fsdp.State) -> fsdp.State:
+    """A step that a compiler replays: it changes what is on the device, and nothing that the host knows."""
+    state.count.add_(1)
+    return state._evolve(version=state.version.lineage.stepped(state.version))
+
+
+def test_a_count_that_one_rank_has_read_after_compiled_steps_is_not_another_one() -> None:
+    with fsdp.simulate(data=2) as ranks:
+        state = ranks(traced, ranks(replicated))
+        assert ranks(lambda state: state.steps if rank() else None, state).get() == [None, 1]
+        with pytest.raises(LaunchError, match="bad data"):
+            ranks(begins_on, state, 1)
+        state, _ = ranks(train, state, 1)
+        assert ranks(lambda state: state.steps, state).get() == [2, 2]
 
 
 @contextmanager
