@@ -49,7 +49,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._common.device import on_host
-from .._common.errors import FsdpError, StaleStateError
+from .._common.errors import FsdpError, RestartError, StaleStateError
 from .._common.torch_names import forget_imports, pytree, read_objects_by, unpickler
 from .._runtime.restart import ALL
 from .._runtime.runtime import forget_runtime, runtimes
@@ -393,8 +393,13 @@ def _meet(run: Any, lineages: list[Any]) -> bool:
     """The ranks of a runtime meet. Returns whether these states went equally far on all of them: where one was stopped
     while a verb moved a state, and others after it, nobody has it whole."""
     try:
+        if run.meeting is not None and run.meeting.number == run.meetings:
+            run.restart(ALL)  # this rank was stopped in that one: its peers may be past it
         run.restart(ALL)
-        told = run.everyone(([len(lineage.successors) for lineage in lineages], run.lineage_count), "renew")
+        told = None
+        while told is None:
+            with contextlib.suppress(RestartError):  # another rank has come to two meetings
+                told = run.everyone(([len(lineage.successors) for lineage in lineages], run.lineage_count), "renew")
     except FsdpError:  # a state of it says so itself where it is used
         return False
     run.count_lineages(max(count for _, count in told))

@@ -14,9 +14,10 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from functional_fsdp._launch import transfer as _results
 from functional_fsdp._launch import worker as _worker
 from functional_fsdp._launch import workers as _workers
 from functional_fsdp._runtime import runtime as _runtime
+from functional_fsdp._runtime.runtime import runtime_of
 
 SOON = 60  # seconds: far above what a busy machine takes, far below the timeout of a collective
 
@@ -411,6 +413,23 @@ def test_a_count_that_one_rank_has_read_after_compiled_steps_is_not_another_one(
             ranks(begins_on, state, 1)
         state, _ = ranks(train, state, 1)
         assert ranks(lambda state: state.steps, state).get() == [2, 2]
+
+
+def stops_in_a_meeting(state: fsdp.State) -> None:
+    """All begin the step anew, so they meet. Rank 1 is stopped there; rank 0 goes on, and waits for it in the step."""
+    fsdp.unshard(state)
+    lanes: Any = runtime_of(state.spec.mesh).lanes
+    with mock.patch.object(lanes, "synchronize", side_effect=KeyboardInterrupt) if rank() else nullcontext():
+        train(state, 1)
+
+
+def test_a_rank_that_was_stopped_in_a_meeting_meets_the_others_after_the_call() -> None:
+    with fsdp.simulate(data=2) as ranks:
+        state = ranks(replicated)
+        with pytest.raises(LaunchError, match="KeyboardInterrupt"):
+            ranks(stops_in_a_meeting, state)
+        assert same(ranks, state, 0)
+        assert same(ranks, ranks(train, state, 2)[0], 2)
 
 
 @contextmanager
