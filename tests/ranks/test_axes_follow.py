@@ -433,7 +433,7 @@ def by_hand(p: Any, tp: Any, x: torch.Tensor) -> torch.Tensor:
 
 def test_a_weight_that_is_cut_has_the_shape_of_a_ranks_part_in_a_driven_forward() -> None:
     """Also where the module that holds it is not called."""
-    found = []
+    found: list[Any] = []
     for tp, way in ((1, "by hand"), (2, "by hand"), (2, "driven")):
         with simulate(data=2, tp=tp) as ranks:
             found += zip(*(handle.get() for handle in ranks(rows_trained, way)), strict=True)
