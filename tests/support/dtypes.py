@@ -147,7 +147,8 @@ def exact(preset: str, axes: int, runs: int) -> tuple[bool, bool]:
     law = Law(preset, F32, F32, F32, BF16, "fp32", 1, axes)
     mesh, placement = mesh_of(law)
     g = torch.Generator().manual_seed(dist.get_rank())
-    mine = {"w": torch.randn(301, 7, generator=g), "b": torch.randn(5, generator=g)}
+    shapes = {"w": (301, 7), "b": (5,)}  # of many sizes: else a sum of bfloat16s is exact in float32, in any order
+    mine = {key: torch.randn(n, generator=g) * 4.0 ** torch.randint(16, n, generator=g) for key, n in shapes.items()}
     results = []
     for _ in range(runs):
         params = {"w": torch.zeros(301, 7), "b": torch.zeros(5)}
@@ -155,17 +156,13 @@ def exact(preset: str, axes: int, runs: int) -> tuple[bool, bool]:
         state = fsdp.shard(params, spec, fsdp.sgd())
         state = fsdp.finish_reductions(fsdp.reduce(state, {key: t.to(state.count.device) for key, t in mine.items()}))
         results.append(full_grads(state))
-    want = {key: torch.zeros_like(t) for key, t in mine.items()}
-    for theirs in everyone(mine):
-        for key, t in theirs.items():
-            want[key] += t.bfloat16().float()  # ((r0 + r1) + r2) + r3
-    inner: dict[str, torch.Tensor] = {}
+    rank = everyone({key: t.bfloat16().float() for key, t in mine.items()})
+    expected, turned = (
+        {key: ((rank[a][key] + rank[b][key]) + rank[c][key]) + rank[d][key] for key in mine}
+        for a, b, c, d in (range(RANKS), range(RANKS)[::-1])
+    )
+    assert not torch.equal(expected["w"], turned["w"]), "sums have the same bits in any order"
     if axes == 2:  # by the first axis to be split, the inner one, and then the sums of that
-        all_ = everyone(mine)
-        for key in mine:
-            rows = [all_[0][key].bfloat16().float() + all_[1][key].bfloat16().float(),
-                    all_[2][key].bfloat16().float() + all_[3][key].bfloat16().float()]  # fmt: skip
-            inner[key] = rows[0] + rows[1]
-    expected = inner or want
+        expected = {key: (rank[0][key] + rank[1][key]) + (rank[2][key] + rank[3][key]) for key in mine}
     right = all(torch.equal(results[0][key], expected[key]) for key in expected)
     return right, all(torch.equal(r[key], results[0][key]) for r in results for key in r)
