@@ -133,13 +133,19 @@ def kept_values() -> int:
     return len(sys.modules["functional_fsdp._launch.transfer"]._values)
 
 
+def kept_by(w: WorkerGroup) -> list[int]:
+    """Of each rank, without the handles that earlier tests left as garbage: a collection at any time drops those."""
+    gc.collect()
+    found: list[int] = w(kept_values).get()
+    return found
+
+
 def test_values_without_a_handle_are_dropped(w: WorkerGroup) -> None:
     kept = w(int)
-    count = w(kept_values).get()
+    count = kept_by(w)
     value, (one, _) = w(bytes, 10), w(lambda: (1, 2))
     del value, one, _
-    gc.collect()
-    assert w(kept_values).get() == count
+    assert kept_by(w) == count
     assert kept.get() == [0, 0]
 
 
@@ -155,19 +161,19 @@ def fails_on_one(how: type, says: str = "") -> tuple[bytes, bytes]:
 
 
 def test_the_result_of_a_call_that_failed_elsewhere_is_dropped(w: WorkerGroup, tmp_path: Path) -> None:
-    count = w(kept_values).get()
+    count = kept_by(w)
     with pytest.raises(LaunchError, match="bad data"):
         w(fails_on_one, ValueError)
-    assert w(kept_values).get() == count
+    assert kept_by(w) == count
     with interrupted(tmp_path / "said"):
         w(fails_on_one, KeyboardInterrupt, str(tmp_path / "said"))
-    assert w(kept_values).get() == count
+    assert kept_by(w) == count
 
 
 def test_an_interrupt_before_a_call_is_sent_loses_no_value_that_is_to_be_dropped(
     w: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count = w(kept_values).get()
+    count = kept_by(w)
     value = w(bytes, 10)
     del value
     gc.collect()
@@ -175,7 +181,7 @@ def test_an_interrupt_before_a_call_is_sent_loses_no_value_that_is_to_be_dropped
         patch.setattr(_workers, "interrupts", stopped)
         with pytest.raises(KeyboardInterrupt):
             w(int)
-    assert w(kept_values).get() == count
+    assert kept_by(w) == count
 
 
 def fails_with(refs: list[Any]) -> None:
@@ -479,12 +485,12 @@ def test_an_interrupt_that_comes_as_all_ranks_have_ended(w: WorkerGroup, monkeyp
         signal.raise_signal(signal.SIGINT)
         return found
 
-    count = w(kept_values).get()
+    count = kept_by(w)
     monkeypatch.setattr(_pool.Pool, "run", struck)
     with pytest.raises(KeyboardInterrupt, match="What it returned is dropped"):
         w(train, state, 2)
     assert same(w, w(lambda state: state, state), 2)
-    assert w(kept_values).get() == count
+    assert kept_by(w) == count
     assert same(w, w(train, state, 1)[0], 3)
 
 
