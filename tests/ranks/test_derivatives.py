@@ -337,7 +337,7 @@ INSIDE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "grad of grad": lambda m, x: grad(lambda x: grad(summed(m))(x).square().sum())(x).square().mean(),
     "dual numbers": lambda m, x: of_dual_numbers(m, 0),
 }
-FEW = ["vjp", "jvp", "hessian", "grad of grad", "dual numbers"]  # a hessian is jacfwd of jacrev; others draw numbers
+FEW = ["vjp", "jvp", "hessian", "grad of grad", "dual numbers"]  # jacfwd is in hessian, the others in the row below
 INSIDE["three of them"] = lambda m, x: INSIDE["grad"](m, x) + INSIDE["jvp"](m, x) + INSIDE["vmap"](m, x)
 
 

@@ -269,10 +269,10 @@ def cases() -> Iterator[Any]:
     yield case(("clip", "", -1), ("optimizer", "given", "0", "update", "0.linear.weight", (), 1))
 
 
-#: of each kind one, on both ranks and in all units
-FEW = ("batch  1 by_tree", "swap  0", "weight 2 -1", "gather 0 1", "forward 1 0", "seed 2 1 0.5", "second gather 0 1",
-       "backward 1 -1", "sum 2 -1", "reduction 1 -1 zero1", "moment 1 -1", "update 0 -1", "global seed  1 by_tree 0.5",
-       "rate  -1")  # fmt: skip
+#: one of each kind; together they have both ranks and all units
+FEW = ("batch  1 by_tree", "swap  0", "late  -1", "weight 2 -1", "gather 0 1", "forward 1 0", "seed 2 1 0.5",
+       "second gather 0 1", "backward 1 -1", "sum 2 -1", "reduction 1 -1 zero1", "moment 1 -1", "update 0 -1",
+       "global seed  1 by_tree 0.5", "state seed  -1 0.5", "rate  -1", "decay  -1", "clip  -1")  # fmt: skip
 CASES = [one if one.id in FEW else pytest.param(*one.values, id=one.id, marks=pytest.mark.large) for one in cases()]
 
 
