@@ -120,7 +120,7 @@ def own_handlers() -> tuple[list[int], bool, int]:
         state, optimizer, _ = ready()
         optimizer.struck = 1
         state = fsdp.step(state)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not calls and time.monotonic() < deadline:
             time.sleep(0.001)
         return calls, signal.getsignal(signal.SIGINT) is mine, state.steps
@@ -206,9 +206,10 @@ def test_who_only_looks_leaves_the_programs_handler() -> None:
     assert launch(after_a_look, nprocs=1) == [[True, True, True, False, False]]
 
 
-def begins_and_waits(state: fsdp.State) -> None:
+def begins_and_waits(state: fsdp.State, interrupt: threading.Timer) -> None:
+    interrupt.start()
     fsdp.unshard(state)
-    time.sleep(5)
+    time.sleep(60)
 
 
 def looks_after_it(begun: int, preset: str, folder: str) -> list[bool]:
@@ -223,9 +224,8 @@ def looks_after_it(begun: int, preset: str, folder: str) -> list[bool]:
         if dist.get_rank() == begun:
             main = threading.main_thread().ident
             assert main is not None
-            threading.Timer(0.2, lambda main=main: signal.pthread_kill(main, signal.SIGINT)).start()
             with interruptible(), pytest.raises(KeyboardInterrupt):
-                begins_and_waits(state)
+                begins_and_waits(state, threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)))
         else:
             time.sleep(0.3)
         look(state)

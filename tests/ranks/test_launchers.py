@@ -16,7 +16,7 @@ import functional_fsdp as fsdp
 from functional_fsdp._launch import launchers
 from functional_fsdp._launch.worker import STORE
 
-SLURM = {"SLURM_JOB_ID": "4711", "SLURM_STEP_NODELIST": "localhost"}
+SLURM = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost"}
 TASKS = {
     "srun": lambda rank: SLURM | {"SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": rank},
     "Open MPI": lambda rank: {
@@ -25,7 +25,8 @@ TASKS = {
     },
     "MPI": lambda rank: {"PMI_RANK": rank, "PMI_SIZE": "2", "MPI_LOCALRANKID": rank, "MPI_LOCALNRANKS": "2"},
     "torchrun": lambda rank: {
-        "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29763",
+        "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(10_000 + os.getpid() % 10_000),
     },
 }  # fmt: skip
 PROGRAM = """  # forks of a process that has imported all and done nothing

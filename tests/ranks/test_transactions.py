@@ -279,8 +279,8 @@ def test_a_look_at_the_base_on_all_ranks_drops_nothing() -> None:
     assert launch(looks_in_the_middle, nprocs=2) == [True, True]
 
 
-def interrupted_in_the_vote() -> tuple[list[str], dict[str, torch.Tensor]]:
-    """Rank 1 waits for rank 0 in `step` when an alarm interrupts it."""
+def interrupted_in_the_vote(stopped: Path) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Rank 1 waits for rank 0 in `step` when an alarm interrupts it. Rank 0 comes after that."""
     state, _ = start()
     met: list[str] = []
 
@@ -291,19 +291,21 @@ def interrupted_in_the_vote() -> tuple[list[str], dict[str, torch.Tensor]]:
     while len(met) < STEPS:
         try:
             middle = fsdp.reduce(*fsdp.unshard(state))
-            if len(met) == 1 and dist.get_rank() == 0:
-                time.sleep(1.0)
+            while len(met) == 1 and dist.get_rank() == 0 and not stopped.exists():
+                time.sleep(0.01)
             if len(met) == 1 and dist.get_rank() == 1:
                 signal.setitimer(signal.ITIMER_REAL, 0.5)
             state = fsdp.step(middle)
             met.append("step")
         except (KeyboardInterrupt, fsdp.RestartError) as error:
             met.append(type(error).__name__)
+            if dist.get_rank() == 1:
+                stopped.touch()
     return met, fsdp.full_params(state)
 
 
-def test_an_interrupt_while_waiting_for_a_slower_rank_in_step() -> None:
-    (first, a), (second, b) = launch(interrupted_in_the_vote, nprocs=2)
+def test_an_interrupt_while_waiting_for_a_slower_rank_in_step(tmp_path: Path) -> None:
+    (first, a), (second, b) = launch(interrupted_in_the_vote, (tmp_path / "stopped",), nprocs=2)
     assert first == ["step", "RestartError", "step", "step"]
     assert second == ["step", "KeyboardInterrupt", "step", "step"]
     assert all(torch.equal(a[key], b[key]) for key in a)

@@ -106,7 +106,7 @@ def struck(step: Step, state: fsdp.State, at: int) -> tuple[fsdp.State, str, str
             else:
                 with strike:
                     new = step(state)
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 60
             while strike.where and not come:  # it waits until the state is here
                 time.sleep(0.001)
                 assert time.monotonic() < deadline, f"the interrupt at {strike.where} was lost"

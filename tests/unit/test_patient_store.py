@@ -24,21 +24,23 @@ def test_a_store_that_answers_is_as_it_was() -> None:
 
 
 def test_a_store_that_does_not_answer_is_lost_after_the_timeout_and_says_so_at_once_from_then_on() -> None:
-    released = threading.Event()
+    begun, released = threading.Event(), threading.Event()
 
     class Silent:
         def check(self, keys: list[str]) -> bool:
-            return released.wait(20)
+            begun.set()
+            return released.wait(60)
 
         def set(self, key: str, value: str) -> None:
             raise dist.DistNetworkError("broken")
 
-    store: Any = PatientStore(Silent(), timedelta(seconds=0.1))
     with pytest.raises(dist.DistNetworkError, match="broken"):
-        store.set("a", "1")
+        PatientStore(Silent(), timedelta(seconds=60)).set("a", "1")
+    store: Any = PatientStore(Silent(), timedelta(seconds=0.1))
     for _ in range(2):
         with pytest.raises(dist.DistStoreError, match=r"did not answer within 0\.1 s"):
             store.check(["a"])
+        assert begun.wait(60)
         assert store.calls.empty()  # the first is under way for good; the second was not even asked
     released.set()
 
