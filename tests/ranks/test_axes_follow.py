@@ -352,6 +352,19 @@ def test_a_wrong_own_is_refused_or_found_in_the_first_step() -> None:
                 assert same
 
 
+def equal_but_on_one_rank() -> str:
+    mesh = fsdp.local_mesh()
+    spec = fsdp.Spec(mesh, fsdp.zero3("data"), own={"w": "tp"}, schedule=fsdp.Schedule(debug=True))
+    state, params = fsdp.unshard(fsdp.shard({"w": torch.ones(4)}, spec, fsdp.sgd(lr=0.1)))
+    grads = {"w": params["w"] * (2.0 if mesh.get_rank() == 3 else 1.0)}
+    return raised(lambda: fsdp.step(fsdp.reduce(state, grads)))
+
+
+def test_a_gradient_that_differs_in_one_group_stops_every_rank() -> None:
+    with simulate(data=2, tp=2) as ranks:
+        assert all("ranks came to different gradients" in said for said in ranks(equal_but_on_one_rank).get())
+
+
 def test_ranks_that_say_other_rules_are_refused() -> None:
     def parted() -> None:
         mesh = fsdp.local_mesh()
