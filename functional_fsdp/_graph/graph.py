@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.fx as fx
@@ -144,6 +145,7 @@ class Imagined:
         self.sizes, self.coordinate = sizes, coordinate
         self.groups: dict[Any, Any] = {}
         self.users: dict[int, int] = {}
+        self.lineages: WeakSet[Any] = WeakSet()
 
 
 def graph_of(

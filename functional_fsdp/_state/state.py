@@ -208,6 +208,7 @@ class State(Stored):
         spec = kept["spec"]
         steps, local = kept.pop("steps"), kept.pop("local_buffers", ())
         lineage = Lineage(runtime_of(spec.mesh), kept["layout"], spec, steps, kept["count"], local)
+        lineage.runtime.lineages.add(lineage)
         version = Version(lineage, 0)
         kept["treedef"] = pytree.tree_structure(kept["treedef"])
         for name in kept["scales"]:

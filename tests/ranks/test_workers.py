@@ -394,11 +394,17 @@ def test_ranks_that_stopped_before_a_step_and_in_it_go_on_from_one_state(w: Work
     assert same(w, state, 2)
 
 
+def through_pickle(state: fsdp.State) -> fsdp.State:
+    copied: fsdp.State = pickle.loads(pickle.dumps(state))
+    return copied
+
+
 @pytest.mark.parametrize("begun", [0, 1])
-def test_ranks_that_stopped_before_a_step_of_a_copy_and_in_it_go_on_from_one_state(begun: int) -> None:
+@pytest.mark.parametrize("again", [copy.deepcopy, through_pickle])
+def test_ranks_that_stopped_before_a_step_of_a_copy_and_in_it_go_on_from_one_state(again: Any, begun: int) -> None:
     """Copies have no number by which ranks know them."""
     with fsdp.simulate(data=2) as ranks:
-        copied = ranks(copy.deepcopy, ranks(replicated))
+        copied = ranks(again, ranks(replicated))
         with pytest.raises(LaunchError, match="bad data"):
             ranks(begins_on, copied, begun)
         copied, _ = ranks(train, copied, 1)

@@ -285,6 +285,11 @@ def test_the_base_may_be_copied_while_a_step_is_under_way() -> None:
     assert bits(one_step(copy.deepcopy(base))) == bits(one_step(base))
 
 
+def test_a_state_of_shapes_may_be_copied() -> None:
+    state = fsdp.abstract_state(tree(1.0), Spec({"data": 4}), fsdp.sgd())
+    assert copy.deepcopy(state).layout == state.layout
+
+
 def test_extras_and_named_tuples_of_parameters_survive_a_pickle() -> None:
     state = fsdp.shard({"l": [Layer(torch.ones(2), torch.ones(1))]}, Spec(fsdp.local_mesh()), fsdp.sgd())
     state = replace(state, extras={"ema": {"w": torch.ones(2)}, "skipped": 3})
