@@ -78,8 +78,6 @@ def load_weights(
     """
     state._valid("load_weights")
     lineage, run = state.version.lineage, runtime_of(state.spec.mesh)
-    lineage.look(state.version.serial)
-    lineage.touched()
     trees: dict[str, Any] = {}
     tied = {p: source for p, source in zip(state.layout.paths, state.layout.source, strict=True) if p != source}
 
@@ -96,6 +94,8 @@ def load_weights(
         return (found, cuts), topics
 
     with Joint(run, "load_weights") as joint:
+        lineage.look(state.version.serial)
+        lineage.touched()
         there, cuts = agree(joint, "the source", look)
         joint(read, "weights")
     return renewed(state, trees, optimizer)
@@ -181,8 +181,6 @@ def load_optimizer_state(
     if state.optimizer is None:
         raise SpecError("load_optimizer_state: this state has no optimizer. Give shard or init one.")
     lineage, run = state.version.lineage, runtime_of(state.spec.mesh)
-    lineage.look(state.version.serial)
-    lineage.touched()
     trees: dict[str, Any] = {}
 
     def look() -> tuple[Source, list[Topic]]:
@@ -215,6 +213,8 @@ def load_optimizer_state(
             trees["count"].fill_(steps)
 
     with Joint(run, "load_optimizer_state") as joint:
+        lineage.look(state.version.serial)
+        lineage.touched()
         there = agree(joint, "the source", look)
         joint(read, "tensors")
     return renewed(state, trees, True, steps)

@@ -74,8 +74,6 @@ def replace_params(state: State, params: Any, *, optimizer: bool = True) -> Stat
     """
     state._valid("replace_params")
     lineage, run = state.version.lineage, runtime_of(state.spec.mesh)
-    lineage.look(state.version.serial)
-    lineage.touched()
     trees: dict[str, Any] = {}
     whole: Values | None = None
 
@@ -87,6 +85,8 @@ def replace_params(state: State, params: Any, *, optimizer: bool = True) -> Stat
         return whole is not None
 
     with Joint(run, "replace_params") as joint:
+        lineage.look(state.version.serial)
+        lineage.touched()
         everywhere = all(joint(prepare, "what is given"))
         _compare(joint, trees["main"], whole if everywhere else None)
     return renewed(state, trees, optimizer)

@@ -345,13 +345,7 @@ class Agreement:
         Raises:
             RestartError: a peer comes from a step that it abandoned; ScheduleError: it does something else.
         """
-        try:
-            alike = self.capturing or self.alike(what)
-        except BaseException as error:
-            if not isinstance(error, FsdpError):  # peers may be past it
-                self.void()
-            raise
-        if not alike:
+        if not (self.capturing or self.alike(what)):
             raise ScheduleError(
                 f"{what}: this rank came to it, another one to something else. Save a state, or take its parameters "
                 "whole, on every rank at the same place. Nothing is lost: the state is valid."

@@ -293,12 +293,15 @@ class Lineage:
     @contextmanager
     def looking(self, state: Any) -> Iterator[None]:
         """What ranks communicate within is about this state, and consumes nothing; who is stopped in it meets them."""
-        self.look(state.version.serial)
-        guard()
-        if not self.begun:
-            self.epoch = self.runtime.epoch  # whoever is stopped from here on meets the others
-        with self, self.off_plan(state):
-            yield
+        try:
+            self.look(state.version.serial)
+            guard()
+            with self, self.off_plan(state):
+                yield
+        except BaseException as error:
+            if not isinstance(error, FsdpError):  # peers may wait in it, or be past it
+                self.runtime.void()
+            raise
         self.looked()
 
     def looked(self) -> None:

@@ -226,8 +226,9 @@ def looks_after_it(begun: int, preset: str, folder: str) -> list[bool]:
             assert main is not None
             with interruptible(), pytest.raises(KeyboardInterrupt):
                 begins_and_waits(state, threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)))
-        else:
-            time.sleep(0.3)
+            Path(f"{folder}.stopped{step}").touch()
+        while not Path(f"{folder}.stopped{step}").exists():  # a rank that waits and one that looks would be told so
+            time.sleep(0.01)
         look(state)
         found.append(torch.allclose(fsdp.full_params(state)["a"], torch.arange(12.0).view(3, 4) * 0.9 ** (step + 1)))
     return found
@@ -238,11 +239,22 @@ def test_all_may_look_where_some_had_begun_a_step(begun: int, preset: str, tmp_p
     assert launch(looks_after_it, (begun, preset, str(tmp_path / "saved")), nprocs=2) == [[True, True]] * 2
 
 
-def stopped_in_a_look(place: str) -> list[Any]:
-    """Rank 0 is stopped in the ballot of a look, or in its gather; rank 1 is past the ballot. Both look again."""
+def stopped_in_a_look(place: str, begun: bool) -> list[Any]:
+    """Rank 0 is stopped in the ballot of a look, after it, or in its gather; rank 1 is past the ballot. Then both look.
+    `begun`: a step of the state was given up before."""
     spec = fsdp.Spec(fsdp.local_mesh("cpu"), fsdp.zero3("data"))
     state, other = (fsdp.shard({"a": torch.arange(12.0).view(3, 4)}, spec, fsdp.sgd(lr=0.1)) for _ in range(2))
     run: Any = runtime_of(spec.mesh)
+    lineage: Any = state.version.lineage
+    look = lineage.look
+
+    def stops(*args: Any) -> None:
+        if place == "look":
+            look(*args)
+        raise KeyboardInterrupt
+
+    if begun:
+        fsdp.unshard(state)
     mid, _ = fsdp.unshard(other)
     if dist.get_rank():
         other, _ = fsdp.unshard(other)  # the ranks meet, which `state` has not heard of
@@ -252,7 +264,7 @@ def stopped_in_a_look(place: str) -> list[Any]:
         other, _ = fsdp.unshard(other)
     with ExitStack() as stack:
         if dist.get_rank() == 0:
-            stack.enter_context(mock.patch.object(run, place, side_effect=KeyboardInterrupt))
+            stack.enter_context(mock.patch.object(lineage if place == "look" else run, place, stops))
             stack.enter_context(pytest.raises(KeyboardInterrupt))
         else:
             stack.enter_context(pytest.raises(fsdp.RestartError))
@@ -261,9 +273,9 @@ def stopped_in_a_look(place: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("place", ["tally", "now"])
-def test_whoever_is_stopped_in_a_look_meets_the_others(place: str) -> None:
-    assert launch(stopped_in_a_look, (place,), nprocs=2, simulate=True) == [[float(i) for i in range(12)]] * 2
+@pytest.mark.parametrize(("place", "begun"), [("tally", False), ("look", False), ("now", False), ("now", True)])
+def test_whoever_is_stopped_in_a_look_meets_the_others(place: str, begun: bool) -> None:
+    assert launch(stopped_in_a_look, (place, begun), nprocs=2, simulate=True) == [[float(i) for i in range(12)]] * 2
 
 
 def twice() -> str:

@@ -256,7 +256,7 @@ class Graphed:
             graph = known.graphs.get(known.reads.values)
             ready = not known.reads.eager and (graph is not None or (known.warm >= self.warmup and self._fit(known)))
         if self.reading:  # then who steps eagerly may wait for the device in the middle of the step
-            lineage_of(state).look(state.version.serial)  # a rank may have abandoned a step before
+            lineage_of(state).come(state.version.serial)  # a rank may have abandoned a step before
             ready = not ranks.any(not ready, "a step that is not replayed")
         if known is None or not ready:
             return self._eagerly(ranks, known, state, leaves, treedef)
