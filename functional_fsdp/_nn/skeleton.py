@@ -147,8 +147,8 @@ TRAINS = "What trains is the state's to say: fsdp.freeze(state, pattern), or Spe
 KINDS = "Weights are on the mesh's device, in the spec's dtypes: Precision(main=, compute=)."
 VALUES = "Values are the state's: fsdp.load_weights(state, weights), or fsdp.replace_params(state, params)."
 WHOLE = "All weights of a state are fsdp.state_dict(state, model), or fsdp.full_params(state)."
-#: what to do in the place of what was called on a placeholder, by name; state_dict() calls detach
-REMEDIES = dict.fromkeys(["to", "cuda", "bfloat16", "half", "double", "float"], KINDS)
+#: what to do, beside binding weights, where this was called on a placeholder, by name; state_dict() calls detach
+REMEDIES = dict.fromkeys(["to", "cuda", "cpu", "bfloat16", "half", "double", "float"], KINDS)
 REMEDIES |= dict.fromkeys(["copy_", "zero_", "fill_", "normal_", "uniform_"], VALUES)
 REMEDIES |= {"requires_grad_": TRAINS, "detach": WHOLE, "clone": WHOLE}
 
@@ -184,13 +184,11 @@ class Placeholder(nn.Parameter):
         lent = pytree.tree_map_only(Placeholder, Placeholder.lent, given)
         if any(map(is_not, pytree.tree_leaves(lent), pytree.tree_leaves(given))):
             return func(*lent[0], **lent[1])
-        remedy = REMEDIES.get(name) or (
-            "Call fsdp.bind(model, weights)(...), with weights from unshard; or have a module with weights: "
-            "fsdp.as_module(model, weights)."
-        )
+        more = f" {REMEDIES[name]}" if name in REMEDIES else ""
         raise TreeError(
             f"bind weights first: this is a skeleton, its parameters have no values ({name or func} was called on one "
-            f"of shape {_shape((*args, *(kwargs or {}).values()))}). {remedy}"
+            f"of shape {_shape((*args, *(kwargs or {}).values()))}). Call fsdp.bind(model, weights)(...), with weights "
+            f"from unshard; or have a module with weights: fsdp.as_module(model, weights).{more}"
         )
 
     def lent(self) -> torch.Tensor:

@@ -288,7 +288,7 @@ def test_tied_weights_appear_at_both_paths() -> None:
 # -------------------------------------------------------------------------------- bind weights first
 
 
-@pytest.mark.parametrize("call", ["forward", "part", "method", "arithmetic"])
+@pytest.mark.parametrize("call", ["forward", "part", "method", "arithmetic", "cast", "detach"])
 def test_a_skeleton_says_bind_weights_first(call: str) -> None:
     _, skeleton = fsdp.functionalize(model())
     assert isinstance(skeleton, Model)
@@ -297,6 +297,8 @@ def test_a_skeleton_says_bind_weights_first(call: str) -> None:
         "part": lambda: skeleton.blocks[0](torch.ones(1, 4)),
         "method": lambda: skeleton.encode(IDS),
         "arithmetic": lambda: skeleton.gain * 2,
+        "cast": lambda: skeleton.gain.to(torch.float64),
+        "detach": lambda: skeleton.gain.detach(),
     }
     with pytest.raises(
         TreeError, match=r"bind weights first: this is a skeleton.*fsdp\.bind\(model, weights\)\(\.\.\.\)"
@@ -311,6 +313,7 @@ def test_a_skeleton_says_bind_weights_first(call: str) -> None:
         (lambda m: m.requires_grad_(False), r"fsdp\.freeze\(state, pattern\)"),
         (lambda m: m.to("cpu", torch.float64), r"Precision\(main=, compute=\)"),
         (lambda m: m.bfloat16(), r"Precision\(main=, compute=\)"),
+        (lambda m: m.cpu(), r"Precision\(main=, compute=\)"),
         (lambda m: nn.init.zeros_(m.weight), r"fsdp\.replace_params\(state, params\)"),
         (lambda m: nn.init.normal_(m.weight), r"fsdp\.replace_params\(state, params\)"),
     ],
