@@ -295,12 +295,16 @@ class FromTorch(UpdatesSome):
                 for tensors, column in zip(lists, views, strict=True):
                     tensors += column if len(which) == len(column) else [column[i] for i in which]
         due = {label: self.scout.due(label, next(iter(main)), count) for label, _ in calls}
+        rates = {label: self._rates(label, count) for label, _ in calls}  # before anything is written: one may raise
         for (label, names), (params, gradients, *kept) in calls.items():
-            lr = by_label("lr", self.options.get("lr"), label)
-            rates = [at("lr", lr, label, count)] if callable(lr) or isinstance(lr, torch.Tensor) else []
             flat = [t for one in kept for t in one]
-            self._step(label, ",".join(names), rates, params, gradients, flat, skip, due[label])
+            self._step(label, ",".join(names), rates[label], params, gradients, flat, skip, due[label])
         return main, opt
+
+    def _rates(self, label: str, count: torch.Tensor) -> list[Any]:
+        """Of this step, where the rate is a function or a tensor."""
+        lr = by_label("lr", self.options.get("lr"), label)
+        return [at("lr", lr, label, count)] if callable(lr) or isinstance(lr, torch.Tensor) else []
 
     def _as_one(
         self, label: str, names: str, rates: list[Any], params: Tensors, grads: Tensors, kept: Tensors, skip: Any,

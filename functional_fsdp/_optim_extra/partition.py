@@ -134,8 +134,9 @@ class Partition(UpdatesSome):
         new = dict(opt)
         trees = {name: mine for name in self.members if (mine := self._own(name, main))}
         members = {name: _of_now(self.members[name], mine, count) for name, mine in trees.items()}
-        for name, mine in trees.items():
-            member, some = members[name], self._given(name, given, main)
+        # first those that take their settings as they write
+        for name in sorted(trees, key=lambda name: hasattr(members[name], "for_step")):
+            member, mine, some = members[name], trees[name], self._given(name, given, main)
             to = sender if getattr(member, "communicates", False) else ()
             new[name] = _update(member, some, skip, self._own(name, grads), opt[name], mine, count, *to)
         return main, opt if all(new[name] is opt[name] for name in new) else new

@@ -132,7 +132,7 @@ def test_a_checkpoint_says_what_it_was_written_with(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- a step that cannot be taken
 
 
-@pytest.mark.parametrize("last", ["adamw", "packed", "muon", "partition"])
+@pytest.mark.parametrize("last", ["adamw", "packed", "muon", "partition", "torch", "labels"])
 def test_a_setting_that_raises_comes_before_any_member_has_written(last: str) -> None:
     """A later member's function raises: the earlier one's leaves are as they were, and the state is good."""
 
@@ -146,9 +146,13 @@ def test_a_setting_that_raises_comes_before_any_member_has_written(last: str) ->
         "packed": lambda: fsdp.adamw(betas=(0.9, rate), moments=fsdp.dynamic8),
         "muon": lambda: fsdp.muon(lr=rate),
         "partition": lambda: fsdp.partition({"default": fsdp.sgd(lr=rate)}),
+        "torch": lambda: fsdp.from_torch(torch.optim.NAdam, lr=rate),
     }
     wrong, matrices = [], {"a.w": torch.ones(4, 4), "b.w": torch.ones(3, 3)}
-    optimizer = fsdp.partition({"first": fsdp.sgd(lr=0.1), "default": makes[last]()})
+    if last == "labels":  # of one optimizer
+        optimizer: Any = fsdp.from_torch(torch.optim.NAdam, lr={"first": 0.1, "default": rate})
+    else:
+        optimizer = fsdp.partition({"first": fsdp.sgd(lr=0.1), "default": makes[last]()})
     labels = {"a.w": "first"}
     state, other = (fsdp.shard(matrices, spec("zero3", ["a", "b"], labels=labels), optimizer) for _ in range(2))
     wrong.append(True)
