@@ -452,3 +452,20 @@ def test_a_weight_that_is_cut_has_the_shape_of_a_ranks_part_in_a_driven_forward(
             found += zip(*(handle.get() for handle in ranks(rows_trained, way)), strict=True)
     for seen in found[1:]:
         torch.testing.assert_close(seen, found[0], rtol=1e-12, atol=1e-12)
+
+
+def rows_and_output(model: nn.Linear, x: torch.Tensor) -> tuple[int, int]:
+    return model.weight.shape[0], model(x).shape[1]
+
+
+def parts_then_whole() -> list[tuple[int, int]]:
+    parts = fsdp.Spec(fsdp.local_mesh(), own={"*": ("tp", 0)})
+    params, model = fsdp.functionalize(nn.Linear(3, 4), parts)
+    of_both = T.apply(model, rows_and_output)
+    states = [fsdp.shard(params, spec) for spec in (parts, fsdp.Spec(fsdp.local_mesh()), parts)]
+    return [of_both(state, torch.ones(5, 3))[1] for state in states]
+
+
+def test_a_model_that_computed_with_parts_takes_a_state_of_whole_leaves() -> None:
+    with simulate(data=1, tp=2) as ranks:
+        assert ranks(parts_then_whole).get() == [[(2, 2), (4, 4), (2, 2)]] * 2

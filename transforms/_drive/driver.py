@@ -107,6 +107,7 @@ class Driver:
         self.watch: Callable[[str, Gradients], None] | None = None  # what sees gradients before they are reduced
         self.reduce: Callable[..., State] = reduce
         self.model = copy_of(model)
+        self.given = {path: held[name] for path, held, name in slots_of(self.model)}  # in which no layout is yet
         self.layout: Layout | None = None
         self.unit_calls: list[UnitCall] = []
         self.device: Any = None
@@ -149,7 +150,7 @@ class Driver:
         self.device = state.count.device
         found = find_unit_modules(self.model, state.layout)
         if not state.spec.own:
-            refuse_shapes(self.model, state.layout)
+            refuse_shapes(type(self.model).__name__, self.given, state.layout)
         unit_modules = each_once(self.model, found)
         for unit_call in self.unit_calls:
             unit_call.remove()
@@ -164,19 +165,18 @@ class Driver:
         self.keys = {unit.name: unit.keys for unit in state.layout.units}
         homes = leaves_of(state.layout)
         slots: dict[str, Slot] = {path: (held, name) for path, held, name in slots_of(self.model)}
-        before = {path: held[name] for path, (held, name) in slots.items()}
         cut = {(b.unit, leaf.key): leaf for _, b in every for leaf in b.leaves if leaf.cuts}  # a rank sees its part
         shapes = {
             p: leaf.shape
             if (leaf := cut.get(homes[p])) and t.size() == leaf.whole and getattr(t, "form", None) is None
             else t.size()
-            for p, t in before.items()
+            for p, t in self.given.items()
         }
-        wanted = {p: (homes[p], shapes[p], self.precisions[p][0], t.requires_grad) for p, t in before.items()}
+        wanted = {p: (homes[p], shapes[p], self.precisions[p][0], t.requires_grad) for p, t in self.given.items()}
         self.places = Places(self, wanted)
         for path, (held, name) in slots.items():
-            self.places.at[path].tie = getattr(held[name], "tie", None)
-            self.places.at[path].form = by_rules(getattr(held[name], "form", None), state.spec.own, path)
+            self.places.at[path].tie = getattr(self.given[path], "tie", None)
+            self.places.at[path].form = by_rules(getattr(self.given[path], "form", None), state.spec.own, path)
             held[name] = self.places.at[path]
         modules = [self.model.get_submodule(unit_module.path) for unit_module in unit_modules]
         compiled = self.compiler.chosen(modules) if self.compiler else ()
@@ -246,6 +246,8 @@ class Driver:
         for unit_call in self.unit_calls:
             unit_call.remove()
         self.unit_calls, self.layout = [], None
+        for path, held, name in slots_of(self.model):
+            held[name] = self.given[path]
         return skeleton_of(self.model)
 
     # ---------------------------------------------------------------- weights

@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -139,17 +139,17 @@ def find_unit_modules(module: nn.Module, layout: Layout) -> list[UnitModule]:
     return list(_visit(module, "", {path: leaf[path] for path in paths}, tied))
 
 
-def refuse_shapes(module: nn.Module, layout: Layout) -> None:
+def refuse_shapes(model: str, given: Mapping[str, torch.Tensor], layout: Layout) -> None:
     """Raise the TreeError for a model whose parameters have other shapes than the leaves, which have no part of a rank.
     A leaf may be a stack of some, as `T.vmap` takes it, or of stacks."""
     shapes = {leaf.path: leaf.seen_shape for bucket in layout.buckets.values() for leaf in bucket.leaves}
     source = dict(zip(layout.paths, layout.source, strict=True))
-    for path, held, name in slots_of(module):
-        has, there = tuple(held[name].size()), tuple(shapes[source[path]])
+    for path, parameter in given.items():
+        has, there = tuple(parameter.size()), tuple(shapes[source[path]])
         if has != there[max(0, len(there) - len(has)) :]:
             raise TreeError(
-                f"this state is of another model: {path!r} is {[*there]} in the state, and {[*has]} in "
-                f"{type(module).__name__}. Give the model that the state was made from."
+                f"this state is of another model: {path!r} is {[*there]} in the state, and {[*has]} in {model}. "
+                "Give the model that the state was made from."
             )
 
 
