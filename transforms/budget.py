@@ -203,11 +203,10 @@ class Budget:
 
     def locally(
         self, of: ForwardBackward[Any], state: State, args: Any, kwargs: Any, imagined: bool
-    ) -> tuple[nn.Module, BudgetChoice]:
-        """The model as it would run, of a state that need not have ranks, and what was chosen."""
+    ) -> tuple[Trial, tuple[Way, ...]]:
+        """The rehearsals, of a state that need not have ranks, and what was chosen."""
         trial = Trial(self, of, state, args, kwargs, imagined)
-        ways = trial.choose()
-        return trial.changed(ways), trial.described(ways)
+        return trial, trial.choose()
 
 
 class Trial:

@@ -121,9 +121,12 @@ def rehearse(
     if not isinstance(driver, Driver):
         raise ScheduleError(f"{verb}: of forward_backward(second_order=True) it is not known. Leave that out.")
     if forward_backward.budget is not None:
-        chosen, choice = forward_backward.budget.locally(forward_backward, state, args, kwargs, imagined)
-        forward_backward.choice = choice  # until the first call, in which all ranks choose
-        forward_backward = forward_backward.like(chosen)
+        trial, ways = forward_backward.budget.locally(forward_backward, state, args, kwargs, imagined)
+        forward_backward.choice = trial.described(ways)  # until the first call, in which all ranks choose
+        if counter is None:
+            found: Rehearsed = trial.rehearsed(ways)
+            return found
+        forward_backward = forward_backward.like(trial.changed(ways))
         driver = forward_backward.driver
     # A model may ask fake tensors alone for no values: transformers looks into all others for packed sequences.
     for fakes in (True,) if not imagined or moves(driver.model) else (False, True):

@@ -17,6 +17,7 @@ from support.chains import mean_square as loss_fn
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp.transforms.budget import KEPT, Cost, Way, best
+from functional_fsdp.transforms.step_memory import rehearse
 
 WIDTH, BLOCKS, ROWS = 32, 2, 256
 
@@ -230,6 +231,22 @@ def test_the_choice_is_known_on_paper_and_the_first_call_makes_the_same() -> Non
     again: Any = T.forward_backward(T.budget(model, nbytes, moves=False), loss_fn)
     again(state, data(1))
     assert forward_backward.choice == again.choice  # what was said on paper is nothing for a run
+
+
+def test_on_paper_what_was_chosen_is_not_rehearsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    most()
+    seen: list[str] = []
+    whole = rehearse.__globals__["_rehearse"]
+
+    def counted(*given: Any) -> Any:
+        seen.append(given[4])
+        return whole(*given)
+
+    monkeypatch.setitem(rehearse.__globals__, "_rehearse", counted)
+    params, model = fsdp.functionalize(net())
+    on_paper = fsdp.abstract_state(params, fsdp.Spec({"data": 2}), fsdp.sgd(lr=0.1))
+    T.step_memory(T.forward_backward(T.budget(model, 2 * most()), loss_fn), on_paper, data(1))
+    assert seen == ["budget"]
 
 
 class Other(nn.Module):
