@@ -262,17 +262,19 @@ def leaf_shards(buffer: FlatBuffer) -> list[LeafShard]:
 
 def padding(buffer: FlatBuffer) -> list[torch.Tensor]:
     """What this rank holds that is of no leaf, between leaves and after them: views, 1-D."""
-    return [buffer.local[a:b] for a, b in _between(buffer.bucket, *buffer.span())]
+    gaps = _gaps(buffer.bucket)
+    start, stop = buffer.span() if gaps else (0, 0)
+    cuts = ((max(a, start), min(b, stop)) for a, b in gaps)
+    return [buffer.local[a - start : b - start] for a, b in cuts if a < b]
 
 
-def _cuts_between(bucket: Bucket, start: int, stop: int) -> list[tuple[int, int]]:
+def _found_gaps(bucket: Bucket) -> list[tuple[int, int]]:
     leaves = bucket.leaves
-    begins, ends = [0, *(one.offset + one.numel for one in leaves)], [*(one.offset for one in leaves), stop]
-    cuts = ((max(a, start), min(b, stop)) for a, b in zip(begins, ends, strict=True))
-    return [(a - start, b - start) for a, b in cuts if a < b]
+    begins, ends = [0, *(one.offset + one.numel for one in leaves)], [*(one.offset for one in leaves), bucket.numel]
+    return [(a, b) for a, b in zip(begins, ends, strict=True) if a < b]
 
 
-_between = traced_as(_cuts_between)(lru_cache(maxsize=65536)(_cuts_between))  # `change` asks in each step
+_gaps = traced_as(_found_gaps)(lru_cache(maxsize=65536)(_found_gaps))  # `change` asks in each step
 
 
 def clear_padding(buffers: Iterable[FlatBuffer]) -> None:
