@@ -148,7 +148,7 @@ def _rehearse(
         where, gives_back = (torch.device("cpu") if fakes else torch.device("meta")), True
     driver, layout = forward_backward.driver, state.layout
     assert isinstance(driver, Driver)
-    mode = torch_private.fakes_that_die() if fakes else nullcontext()
+    mode = torch_private.fakes_that_die(not moves(driver.model)) if fakes else nullcontext()
     kernels = ImaginedKernels(where) if imagined else nullcontext()
     with mode:
         weights = weights_of(layout, where)

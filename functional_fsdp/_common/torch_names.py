@@ -160,10 +160,11 @@ def gradients(
     return found
 
 
-def fakes_that_die() -> FakeTensorMode:
-    """A mode of fake tensors that keeps none alive: its cache of what operations give would hold storages."""
+def fakes_that_die(cached: bool = False) -> FakeTensorMode:
+    """A mode of fake tensors that keeps none alive. cached: what operations give is looked up where they come again,
+    which takes half the time; storages that are moved to the host would be taken to stay."""
     mode = Fakes(allow_non_fake_inputs=True)
-    mode.cache_enabled = False
+    mode.cache_enabled = cached
     return mode
 
 
