@@ -162,7 +162,7 @@ def gradients(
 
 def fakes_that_die(cached: bool = False) -> FakeTensorMode:
     """A mode of fake tensors that keeps none alive. cached: what operations give is looked up where they come again,
-    which takes half the time; storages that are moved to the host would be taken to stay."""
+    which takes less time; storages that are moved to the host would be taken to stay."""
     mode = Fakes(allow_non_fake_inputs=True)
     mode.cache_enabled = cached
     return mode

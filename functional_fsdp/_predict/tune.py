@@ -205,8 +205,10 @@ def tune(
         it gives a table with the reason why each neighbour of the best loses.
 
     Searched are: placements by axis, prefetch, `keep`, the transport, and for each block what is kept, recomputed or
-    moved. Dtypes are not changed: they are the caller's. After 45 seconds what was rehearsed is what there is, so a
-    slower machine may find other settings: search once, and give all ranks what was found.
+    moved. Dtypes are not changed: they are the caller's. Where not all fits, each way of a block is rehearsed first,
+    then settings, the best estimate first. None is begun after 45 seconds of the latter, so a slower machine may find
+    other settings: search once, and give all ranks what was found. A rehearsal of a large model that looks at values of
+    tensors, or of one that moves activations, takes seconds, and there are some ten to thirty: minutes in all.
 
     Collective: none.
 
