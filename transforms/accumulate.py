@@ -237,7 +237,7 @@ def divide(state: State, divisor: float | torch.Tensor) -> State:
         else:
             torch_private.foreach_div_(tensors, float(by))
 
-    return change(state, "divide()", divide_all, by)
+    return change(state, "divide()", divide_all, by, keeps_zeros=True)
 
 
 Aux = TypeVar("Aux")

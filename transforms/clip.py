@@ -53,7 +53,7 @@ def clip_by_global_norm(
             for dtype, some in _by_dtype(buffers).items():
                 torch_private.foreach_mul_(some, by.to(torch.promote_types(torch.float32, dtype)))
 
-    return change(state, "clip_by_global_norm()", scale, max_norm), norm
+    return change(state, "clip_by_global_norm()", scale, max_norm, keeps_zeros=True), norm
 
 
 def _limit(verb: str, what: str, given: Any) -> None:
@@ -101,7 +101,7 @@ def clip_by_value(state: State, max_value: float) -> State:
                 torch_private.foreach_clamp_min_(some, -max_value)
                 torch_private.foreach_clamp_max_(some, max_value)
 
-    return change(state, "clip_by_value()", clamp, max_value)
+    return change(state, "clip_by_value()", clamp, max_value, keeps_zeros=True)
 
 
 def _by_dtype(buffers: Iterable[FlatBuffer]) -> dict[torch.dtype, list[torch.Tensor]]:

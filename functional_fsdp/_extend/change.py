@@ -150,7 +150,15 @@ R = TypeVar("R")
 
 
 @traced_as(traced_change)
-def change(state: State, what: str, work: Callable[[], None], by: Any = "", *, every_leaf: bool = False) -> State:
+def change(
+    state: State,
+    what: str,
+    work: Callable[[], None],
+    by: Any = "",
+    *,
+    every_leaf: bool = False,
+    keeps_zeros: bool = False,
+) -> State:
     """The state after `work` has changed its gradients in place. Consumes `state`; if it is stopped in it, the step has
     to begin anew.
 
@@ -161,6 +169,7 @@ def change(state: State, what: str, work: Callable[[], None], by: Any = "", *, e
         work: changes them, through `shards` or `leaf_shards`.
         by: a number that has to be the same on every rank; of a tensor only that it is one.
         every_leaf: every leaf has a gradient from here on (noise, say), and so is updated by `step`.
+        keeps_zeros: zeros stay zeros, as in scaling; else what lies between leaves is set to zero again.
 
     Raises:
         StaleStateError: a consumed state. ScheduleError: the state has no gradients, or not all of them are whole.
@@ -180,7 +189,8 @@ def change(state: State, what: str, work: Callable[[], None], by: Any = "", *, e
     with torch.no_grad(), lineage:
         executor.settle()  # what is under way would write over what `work` does
         work()
-        clear_padding(state.grads.values())  # it may have put something there
+        if not keeps_zeros:
+            clear_padding(state.grads.values())
         if every_leaf:
             executor.reductions.given.fill()
         return lineage.advance(state, what)

@@ -447,10 +447,19 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     return state._evolve(grads={}, version=lineage.stepped(base))
 
 
-def change(state: State, what: str, work: Callable[[], None], by: Any = "", *, every_leaf: bool = False) -> State:
+def change(
+    state: State,
+    what: str,
+    work: Callable[[], None],
+    by: Any = "",
+    *,
+    every_leaf: bool = False,
+    keeps_zeros: bool = False,
+) -> State:
     with torch.no_grad():
         work()
-        clear_padding(state.grads.values())
+        if not keeps_zeros:
+            clear_padding(state.grads.values())
     if every_leaf:
         given = dict.fromkeys(graph_plan_of(state, what).trained, ALL)
         state = then(state, trace_of(state).but(given=given))

@@ -336,6 +336,10 @@ def beside_leaves(preset: str) -> None:
         there, norm = T.global_norm(there)
         assert float(norm) ** 2 == pytest.approx(9 * 438)
         assert all((buffer.local == (buffer.local != 0) * -1.0).all() for buffer in fsdp.step(there).main.values())
+    there = fsdp.finish_reductions(fsdp.reduce(fsdp.replace_params(state, v), ones))
+    there = extend.change(there, "add()", lambda: tree_map(torch.Tensor.add_, there.grads, v), keeps_zeros=True)
+    counted = sum(buffer.local.count_nonzero() for buffer in there.grads.values())
+    assert int(fsdp.psum(there, counted)[1]) // (2 if preset == "ddp" else 1) > 438  # nothing looked there
 
 
 class Products(TorchDispatchMode):
