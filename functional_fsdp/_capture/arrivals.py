@@ -37,6 +37,7 @@ from .._common.torch_names import make_wrapper, pytree
 from .._engine.sink import BucketConsumer, StepConsumer
 from .._exact_sums.ordered_sum import ordered_sum
 from .._host_memory.cut import cut, cuts
+from .._optim.optimizer import labels_of
 from .._runtime.given import NewCounts
 from .._runtime.lanes import HostLanes
 from .._storage.flat import FlatBuffer
@@ -216,8 +217,7 @@ def _arrivals(state: State, names: Sequence[str]) -> dict[str, BucketConsumer]:
     if getattr(optimizer, "communicates", False) or not getattr(optimizer, "elementwise", False):
         return {}
     buckets = [state.layout.buckets[name] for name in names]
-    labels = [*dict.fromkeys(label for bucket in buckets for label, *_ in bucket.labels)]
-    fixed = optimizer.for_step(state.count, labels) if hasattr(optimizer, "for_step") else None
+    fixed = optimizer.for_step(state.count, labels_of(buckets)) if hasattr(optimizer, "for_step") else None
     if fixed is None:
         return {}
     nodes = pytree.tree_leaves(state.opt, is_leaf=lambda x: isinstance(x, FlatBuffer))

@@ -151,14 +151,9 @@ R = TypeVar("R")
 
 @traced_as(traced_change)
 def change(
-    state: State,
-    what: str,
-    work: Callable[[], None],
-    by: Any = "",
-    *,
-    every_leaf: bool = False,
+    state: State, what: str, work: Callable[[], None], by: Any = "", *, every_leaf: bool = False,
     keeps_zeros: bool = False,
-) -> State:
+) -> State:  # fmt: skip
     """The state after `work` has changed its gradients in place. Consumes `state`; if it is stopped in it, the step has
     to begin anew.
 

@@ -448,14 +448,9 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
 
 
 def change(
-    state: State,
-    what: str,
-    work: Callable[[], None],
-    by: Any = "",
-    *,
-    every_leaf: bool = False,
+    state: State, what: str, work: Callable[[], None], by: Any = "", *, every_leaf: bool = False,
     keeps_zeros: bool = False,
-) -> State:
+) -> State:  # fmt: skip
     with torch.no_grad():
         work()
         if not keeps_zeros:

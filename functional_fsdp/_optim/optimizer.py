@@ -33,6 +33,7 @@ from .._common.errors import SpecError, TreeError
 from .._common.record import Collective, over_each_axis
 from .._common.torch_names import foreach_add_, pytree
 from .._common.tracing import refuse
+from .._plan.bucket import Bucket
 from .._runtime.given import Leaves
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer, at_home
@@ -423,9 +424,14 @@ def pair_of(where: str, value: Any) -> Any:
     return tuple(value)
 
 
+def labels_of(buckets: Iterable[Bucket]) -> list[str]:
+    """The labels of leaves there, each once."""
+    return [*dict.fromkeys(label for bucket in buckets for label, _, _ in bucket.labels)]
+
+
 def check_settings(main: Tree, **settings: Any) -> None:
     """Refuse settings that say nothing for a label, on every rank and before any weight has changed."""
-    for label in dict.fromkeys(label for buffer in main.values() for label, _, _ in buffer.bucket.labels):
+    for label in labels_of(buffer.bucket for buffer in main.values()):
         for name, value in settings.items():
             by_label(name, value, label)
 

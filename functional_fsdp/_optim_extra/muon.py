@@ -32,6 +32,7 @@ from .._optim.optimizer import (
     check_settings,
     fixed,
     labels_in,
+    labels_of,
     number,
     numbers,
     portions,
@@ -192,10 +193,9 @@ class Muon(UpdatesSome):
         sender: Sender,
     ) -> tuple[Tree, MuonState]:  # fmt: skip
         lacking: Given = tuple([(name, tuple(some)) for name, some in given.items()])
-        labels = dict.fromkeys(label for buffer in main.values() for label, _, _ in buffer.bucket.labels)
         rates = {  # before anything is written: a function may raise
             label: (at("lr", self.lr, label, count), at("weight_decay", self.weight_decay, label, count))
-            for label in labels
+            for label in labels_of(buffer.bucket for buffer in main.values())
         }
         for group in opt.groups:
             names = tuple([name for name in group if name in main])

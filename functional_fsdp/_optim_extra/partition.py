@@ -17,7 +17,18 @@ import torch
 from .._common.errors import SpecError
 from .._common.torch_names import pytree
 from .._common.tracing import traced_as
-from .._optim.optimizer import FILL, Sender, Tree, UpdatesSome, as_optimizer, check, in_own_dicts, put, tensors_of
+from .._optim.optimizer import (
+    FILL,
+    Sender,
+    Tree,
+    UpdatesSome,
+    as_optimizer,
+    check,
+    in_own_dicts,
+    labels_of,
+    put,
+    tensors_of,
+)
 from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer
 
@@ -149,8 +160,8 @@ def _as_it_is(member: Any, main: Tree, count: torch.Tensor) -> Any:
 @traced_as(_as_it_is)
 def _of_now(member: Any, main: Tree, count: torch.Tensor) -> Any:
     """The same, with what its settings are in this step: before anybody writes, since a function may raise."""
-    labels = dict.fromkeys(label for buffer in main.values() for label, _, _ in buffer.bucket.labels)
-    now = member.for_step(count, [*labels]) if hasattr(member, "for_step") else None
+    labels = labels_of(buffer.bucket for buffer in main.values())
+    now = member.for_step(count, labels) if hasattr(member, "for_step") else None
     return member if now is None else now
 
 
