@@ -1,16 +1,17 @@
 """Uses: how far a driven pass is, for what goes by that. A driver says it at each use of a unit.
 
-USES[device](driver, forward, backward, gradients)     the so many-th use of its forward, and of its backward
-                                                       (0: not yet); bytes of main gradients that a use leaves
-USES[device](driver, 0, 0, 0)                          the pass is over
+USES[device].used(driver, forward, backward, gradients)   the so many-th use of its forward, and of its backward
+                                                          (0: not yet); bytes of main gradients that a use leaves
+USES[device].used(driver, 0, 0, 0)                        the pass is over
+USES[device].recomputes(keeps)                            in the use that runs a region does, which keeps this share
 
 Only units that have at least half of the mean of weights count: what a norm keeps is no measure of what a block does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -18,8 +19,17 @@ from functional_fsdp import Layout
 
 __all__ = ["USES", "Uses"]
 
-#: who is told, by the device that computes
-USES: dict[torch.device, Callable[[Any, int, int, int], None]] = {}
+
+class Listener(Protocol):
+    """Who is told."""
+
+    def used(self, driver: Any, forward: int, backward: int, gradients: int) -> None: ...
+
+    def recomputes(self, keeps: float) -> None: ...
+
+
+#: by the device that computes
+USES: dict[torch.device, Listener] = {}
 
 
 class Uses:
@@ -43,9 +53,9 @@ class Uses:
         if not self.large.isdisjoint(units):
             self.passed[backward] += 1
             forward, backwards = self.passed
-            USES[driver.device](driver, forward, backwards, self.fresh * self.gradients)
+            USES[driver.device].used(driver, forward, backwards, self.fresh * self.gradients)
 
     def end(self, driver: Any) -> None:
         """The pass is over."""
         self.passed = [0, 0]
-        USES[driver.device](driver, 0, 0, 0)
+        USES[driver.device].used(driver, 0, 0, 0)

@@ -1,13 +1,15 @@
 """budget: what each block keeps, recomputes or moves, chosen so that a step's peak stays within a number of bytes.
 
 rehearsals   as it is │ all blocks recompute │ all but attn │ all but the products of attn ...    bytes kept, seconds
+needs        where the backward comes to a block: what the blocks before it have to free by then
 choice       some blocks moved, some one way, the others another, least seconds that free enough
-rehearsal    of that choice: its peak, to the byte; the next one if it is over the budget
+rehearsal    of that choice: its peak, to the byte; another one if it is over the budget, or far below
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -193,13 +195,13 @@ class Budget:
         except ScheduleError as error:
             failed = str(error)
         ranks = ranks_of(state)
-        every = ranks.everyone((trial.before, failed, ways, choice), "budget")
-        _, failed, ways, choice = max(every, key=lambda one: (bool(one[1]), one[0]))
+        every = ranks.everyone((trial.before, failed, ways, choice, trial.keeps(ways)), "budget")
+        _, failed, ways, choice, keeps = max(every, key=lambda one: (bool(one[1]), one[0]))
         if failed:
             raise ScheduleError(failed)
         if ranks.index == 0:
             log.info("%r", choice)
-        return trial.changed(ways), choice
+        return trial.changed(ways, keeps), choice
 
     def locally(
         self, of: ForwardBackward[Any], state: State, args: Any, kwargs: Any, imagined: bool
@@ -223,18 +225,25 @@ class Trial:
         self.before = self.rehearsed(self.all(KEPT)).memory(state).peak
 
     def all(self, way: Way) -> tuple[Way, ...]:
-        return (way,) * len(self.budget.paths)
+        return (way,) * self.count
 
-    def changed(self, ways: Sequence[Way]) -> nn.Module:
-        """A copy of the model, its blocks treated so."""
-        model = self.model
+    def changed(self, ways: Sequence[Way], keeps: dict[Way, float] | None = None) -> nn.Module:
+        """A copy of the model, its blocks treated so; keeps: as another rank found it."""
+        model, keeps = self.model, self.keeps(ways) if keeps is None else keeps
         for way in dict.fromkeys(ways):
             paths = [path for path, one in zip(self.budget.paths, ways, strict=True) if one == way]
             if way.recomputes:
                 model = remat(model, *paths, save=way.saves, offload=way.moves, products=way.products)
             elif way.moves:
                 model = offloaded(model, *paths)
+            for path in paths if way in keeps else ():
+                vars(model.get_submodule(path))["_remat"].keeps = keeps[way]
         return model
+
+    def keeps(self, ways: Sequence[Way]) -> dict[Way, float]:
+        """Where some blocks are moved: what those that recompute keep of what these would. By that copies go."""
+        some = {way for way in ways if way.recomputes and not way.moves} if any(way.moves for way in ways) else set()
+        return {way: 1 - self.costs[way].freed / most_freed(self.costs) for way in some}
 
     def rehearsed(self, ways: tuple[Way, ...]) -> Rehearsed:
         if ways not in self.seen:
@@ -269,7 +278,7 @@ class Trial:
 
     def choose(self) -> tuple[Way, ...]:
         """The way of each block. Raises ScheduleError if none fits."""
-        count, limit = len(self.budget.paths), self.budget.nbytes
+        count, limit = self.count, self.budget.nbytes
         if self.before <= limit:
             return self.all(KEPT)
         found, least, ways = self.fitting(self.before, limit, self.peak)
@@ -285,7 +294,6 @@ class Trial:
         self, before: int, limit: int, peak_of: Callable[[tuple[Way, ...]], int]
     ) -> tuple[tuple[Way, ...] | None, int, tuple[Way, ...]]:
         """The ways in which a step that takes `before` bytes fits, or None; the least peak seen, and its ways."""
-        costs, count = self.costs, len(self.budget.paths)
         seen = {self.all(KEPT): before}
 
         def peak(ways: tuple[Way, ...]) -> int:
@@ -293,26 +301,61 @@ class Trial:
                 seen[ways] = peak_of(ways)
             return seen[ways]
 
-        def next_best(needed: float) -> tuple[Way, ...] | None:
-            return best(costs, count, needed, self.forward, self.hardware, self.gradients)
-
-        needed, found = before - limit, None
+        found, needed = None, float(before - limit)
+        low, high = 0.0, math.inf  # bytes that were not enough, and that were
+        near = min((cost.freed for cost in self.costs.values() if cost.freed), default=0)
         for _ in range(TRIES):
-            ways = next_best(needed)
+            ways = self.cheapest(needed)
             if ways is None:
                 break
-            if peak(ways) <= limit:
-                more = next_best(needed - (limit - peak(ways)))  # it may have freed more than was needed
-                found = ways if more is None or peak(more) > limit else more
-                break
-            needed += max(peak(ways) - limit, 1 << 16)
+            over = peak(ways) - limit
+            if over > 0:
+                low, needed = needed, needed + max(over, 1 << 16)
+            else:
+                high, needed, found = needed, needed + over, ways
+                if over > -near:
+                    break
+            if not low < needed < high:
+                needed = (low + high) / 2
         if found is None:
-            most = most_freed(costs)
-            frugal = sorted((way for way in costs if costs[way].freed == most), key=lambda way: costs[way].seconds)
             # of those that free as much, one may take more at its peak
-            found = next((ways for ways in map(self.all, frugal) if peak(ways) <= limit), None)
+            frugal = sorted(map(self.all, self.frugal()), key=self.longer)
+            found = next((ways for ways in frugal if peak(ways) <= limit), None)
         least = min(seen, key=lambda ways: seen[ways])
         return found, seen[least], least
+
+    def cheapest(self, needed: float) -> tuple[Way, ...] | None:
+        """The ways that free so many bytes of the peak of the model as it is, in the least time."""
+        needs = [needed - lower for lower in self.lower]
+        return best(self.costs, needs, self.forward, self.hardware, self.gradients)
+
+    def frugal(self) -> list[Way]:
+        """The ways that free most."""
+        most = most_freed(self.costs)
+        return [way for way, cost in self.costs.items() if cost.freed == most]
+
+    def longer(self, ways: Sequence[Way]) -> float:
+        """Seconds that these ways take more."""
+        costs = [self.costs[way] for way in ways]
+        share = returning([(1, cost) for cost in costs], most_freed(self.costs), self.gradients)
+        late = moving(sum(cost.moved for cost in costs), self.forward, self.hardware, share)
+        return sum(cost.seconds for cost in costs) + late
+
+    @cached_property
+    def lower(self) -> list[int]:
+        """By how many blocks still have to come in the backward: how far a step is then below its peak, as it is."""
+        memory = self.rehearsed(self.all(KEPT)).memory(self.state)
+        paths = tuple(f"{path}." for path in self.budget.paths)
+        blocks = {
+            unit.name: {path for path in paths for leaf in unit.paths if leaf.startswith(path)}
+            for unit in self.state.layout.units if unit.paths[0].startswith(paths)
+        }  # fmt: skip
+        lower, over = [memory.peak] * (self.count + 1), set[str]()
+        for (unit, _), most in zip(memory.stretches, memory.profile, strict=True):
+            over |= blocks.get(unit, set())
+            left = self.count - len(over)
+            lower[left] = min(lower[left], memory.peak - most)
+        return lower
 
     @cached_property
     def forward(self) -> float:
@@ -331,11 +374,15 @@ class Trial:
         """The share of the backward in which what these ways move can come back."""
         return returning([(1, self.costs[way]) for way in ways], most_freed(self.costs), self.gradients)
 
+    @property
+    def count(self) -> int:
+        """How many blocks there are."""
+        return len(self.budget.paths)
+
     @cached_property
     def costs(self) -> dict[Way, Cost]:
         """Of a block, by way; parts are taken to add up."""
-        count = len(self.budget.paths)
-        again = Way(True)
+        count, again = self.count, Way(True)
         plain, all_kept, all_again = self.all(KEPT), self.kept(self.all(KEPT)), self.kept(self.all(again))
         base, recomputed = self.seconds(plain), self.seconds(self.all(again))
         freed, more = (all_kept - all_again) / count, (recomputed - base) / count
@@ -385,27 +432,30 @@ def _calls(block: nn.Module, name: str) -> bool:
 
 
 def best(
-    costs: dict[Way, Cost], count: int, needed: float, forward: float, hardware: Hardware, gradients: float = 0
+    costs: dict[Way, Cost], needs: Sequence[float], forward: float, hardware: Hardware, gradients: float = 0
 ) -> tuple[Way, ...] | None:
-    """The first blocks one way, some another, and the others a third, so that enough is freed in the least time. Of
-    these only the first are moved, and a way that others beat in bytes and seconds is in no group."""
+    """The first blocks one way, some another, and the others a third, so that enough is freed in the least time: by
+    the first i blocks at least needs[i]. Of these only the first are moved, and a way that others beat in bytes and
+    seconds is in no group."""
+    count, most = len(needs) - 1, most_freed(costs)
+    binding = [(i, need) for i, need in enumerate(needs) if need > 0]
     still = sorted((cost.seconds, -cost.freed, way) for way, cost in costs.items() if not cost.moved)
     pairs = [(way, costs[way]) for i, (_, less, way) in enumerate(still) if all(less < one[1] for one in still[:i])]
     moving_ways = [(way, cost) for way, cost in costs.items() if cost.moved]
-    most = most_freed(costs)
     found: tuple[float, int, tuple[Way, ...]] | None = None
     for first, cost in moving_ways or [(KEPT, costs[KEPT])]:
         for m in range(count + 1) if moving_ways else (0,):
             late = m * cost.seconds + moving(m * cost.moved, forward, hardware)
-            rest, lacks = count - m, needed - m * cost.freed
-            if found is not None and late > found[0]:
+            rest, lacks = count - m, [(i - m, need - m * cost.freed) for i, need in binding if i >= m]
+            if (found is not None and late > found[0]) or any(i < m and i * cost.freed < need for i, need in binding):
                 break
             for less, other in pairs:
                 for more, one in pairs:
                     gain = one.freed - other.freed
-                    if gain < 0 or rest * one.freed < lacks:
+                    if gain < 0 or any(i * one.freed < lack for i, lack in lacks):
                         continue
-                    k = 0 if rest * other.freed >= lacks else min(rest, -int(-(lacks - rest * other.freed) // gain))
+                    short = max((lack - i * other.freed for i, lack in lacks), default=0)
+                    k = 0 if short <= 0 else min(rest, -int(-short // gain))
                     share = returning([(m, cost), (k, one), (rest - k, other)], most, gradients)
                     seconds = m * cost.seconds + k * one.seconds + (rest - k) * other.seconds
                     seconds += moving(m * cost.moved, forward, hardware, share)

@@ -83,11 +83,12 @@ def remat(
     the next module that moves something has ended its forward, what a module has moved is still on the device; in the
     backward that of two modules is. Where only some units of a driven model move something, it stays there as long as
     the units that move nothing leave room for it, and comes back as soon as they and the main gradients do: known from
-    the second step on, and counted in units. Buffers in the host's memory are pinned (on the CPU they are plain
-    memory), used from step to step, and are as many as are full at once; CUDA graphs have their own. A part whose
-    output others change in place is run again; from the next call on a copy of its output is kept, if it shares no
-    memory with what the part was given. A product whose output is changed in place runs again; a change is not seen
-    if it is made outside of the part, to an output that left it within a list or another container and is gone then.
+    the second step on, and counted in units; those that recompute leave what `T.budget` says of them, else nothing.
+    Buffers in the host's memory are pinned (on the CPU they are plain memory), used from step to step, and are as many
+    as are full at once; CUDA graphs have their own. A part whose output others change in place is run again; from the
+    next call on a copy of its output is kept, if it shares no memory with what the part was given. A product whose
+    output is changed in place runs again; a change is not seen if it is made outside of the part, to an output that
+    left it within a list or another container and is gone then.
 
     In compiled code (`T.compile`, `torch.compile`, T.compile_units around the module) what is kept is the compiler's
     choice: `remat`, `save` and `products` mean nothing, `offload` is an error. A part may be compiled itself. With

@@ -359,21 +359,11 @@ class _Search:
         asked, trial = self.asked, self.trial(times)
         if not trial.budget.paths:
             return None
-        costs, needed = trial.costs, plain.peak - asked.budget
-        count, forward = len(trial.budget.paths), trial.forward
-        ways = self.budgets.best(costs, count, needed, forward, asked.hardware, trial.gradients)
-        if ways is None:
-            most = self.budgets.most_freed(costs)
-            ways = trial.all(
-                min((way for way in costs if costs[way].freed == most), key=lambda way: costs[way].seconds)
-            )
-        moved = sum(costs[way].moved for way in ways)
-        late = self.budgets.moving(moved, forward, asked.hardware, trial.returning(ways))
-        longer = sum(costs[way].seconds for way in ways) + late
-        said = trial.in_words(ways)
-        freed = int(sum(costs[way].freed for way in ways))
+        ways = trial.cheapest(plain.peak - asked.budget) or min(map(trial.all, trial.frugal()), key=trial.longer)
+        freed = int(sum(trial.costs[way].freed for way in ways))
         times_all = asked.microbatches
-        return Candidate(spec, plain, said, times_all, times, freed=freed, longer=times_all * longer)
+        longer = times_all * trial.longer(ways)
+        return Candidate(spec, plain, trial.in_words(ways), times_all, times, freed=freed, longer=longer)
 
     def verified(self, found: list[Candidate]) -> Candidate | None:
         """The best of them, rehearsed as it is; what then does not fit is taken off the list."""

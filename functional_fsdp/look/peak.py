@@ -43,6 +43,7 @@ class StepMemory:
         moved: bytes of activations that a step moves to the host's memory, and back.
         where: the moment of the peak, in words.
         stretches: what was found of the model, see `Stretch`.
+        profile: what a step takes in each of them.
     """
 
     parts: Mapping[str, int]
@@ -51,6 +52,7 @@ class StepMemory:
     moved: int
     where: str
     stretches: tuple[Stretch, ...]
+    profile: tuple[int, ...]
 
     @property
     def peak(self) -> int:
@@ -121,7 +123,8 @@ def find_peak(
         made += sum(bucket.nbytes("grads") + bucket.feedback * bucket.owed * bucket.wire.itemsize for bucket in trained)
     _, parts, where = max(found, key=lambda one: one[0])
     stays = frozenset(state) | (frozenset(("arena", "staging")) if keeps_memory else frozenset())
-    return StepMemory({name: n for name, n in parts.items() if n}, stays, host, moved, where, tuple(stretches))
+    profile = tuple(total for total, _, _ in found)
+    return StepMemory({name: n for name, n in parts.items() if n}, stays, host, moved, where, tuple(stretches), profile)
 
 
 def _live_bytes(plan: Plan) -> tuple[int, ...]:

@@ -164,12 +164,12 @@ def test_a_budget_that_nothing_fits_is_refused_on_all_ranks() -> None:
 def test_less_is_recomputed_where_the_budget_is_larger() -> None:
     costs = {KEPT: Cost(0, 0, 0), Way(True): Cost(100, 10, 0), Way(True, ("wide",)): Cost(40, 1, 0)}
     hardware = fsdp.Hardware.named("H100")
-    few = best(costs, 4, 30, 1.0, hardware)
+    few = best(costs, [*[0] * 4, 30], 1.0, hardware)
     assert few == (Way(True, ("wide",)), *(KEPT,) * 3)
-    assert best(costs, 4, 120, 1.0, hardware) == (*(Way(True, ("wide",)),) * 3, KEPT)
-    mixed = best(costs, 4, 200, 1.0, hardware)
+    assert best(costs, [*[0] * 4, 120], 1.0, hardware) == (*(Way(True, ("wide",)),) * 3, KEPT)
+    mixed = best(costs, [*[0] * 4, 200], 1.0, hardware)
     assert mixed == (Way(True), *(Way(True, ("wide",)),) * 3)
-    assert best(costs, 4, 401, 1.0, hardware) is None
+    assert best(costs, [*[0] * 4, 401], 1.0, hardware) is None
 
 
 def test_up_to_three_groups_of_blocks_are_mixed() -> None:
@@ -179,7 +179,7 @@ def test_up_to_three_groups_of_blocks_are_mixed() -> None:
         KEPT: Cost(0, 0, 0), Way(True): Cost(1e9, 0.010, 0), cheap: Cost(0.5e9, 0.001, 0), moved: Cost(1e9, 0, 1e9),
     }  # fmt: skip
     hardware = fsdp.Hardware.named("H100")
-    found = best(costs, 8, 6e9, 0.045, hardware)  # whose 43 ms hide two blocks' copies at 50 GB/s
+    found = best(costs, [*[0] * 8, 6e9], 0.045, hardware)  # whose 43 ms hide two blocks' copies at 50 GB/s
     assert found == (moved, moved, *(Way(True),) * 2, *(cheap,) * 4)
 
 
@@ -187,8 +187,8 @@ def test_what_is_moved_costs_what_the_forward_does_not_hide() -> None:
     moved = Way(False, (), ("",))
     costs = {KEPT: Cost(0, 0, 0), Way(True): Cost(1e9, 0.010, 0), moved: Cost(1e9, 0, 1e9)}
     hardware = fsdp.Hardware.named("H100")
-    assert best(costs, 4, 4e9, 1.0, hardware) == (moved,) * 4  # a second of forward hides 50 GB
-    assert best(costs, 4, 4e9, 0.001, hardware) == (Way(True),) * 4
+    assert best(costs, [*[0] * 4, 4e9], 1.0, hardware) == (moved,) * 4  # a second of forward hides 50 GB
+    assert best(costs, [*[0] * 4, 4e9], 0.001, hardware) == (Way(True),) * 4
 
 
 def test_what_is_moved_comes_back_late_where_main_gradients_take_the_room() -> None:
@@ -196,8 +196,30 @@ def test_what_is_moved_comes_back_late_where_main_gradients_take_the_room() -> N
     moved, cheap = Way(False, (), ("",)), Way(True, products=("wide",))
     costs = {KEPT: Cost(0, 0, 0), cheap: Cost(0.8e9, 0.002, 0), moved: Cost(1.6e9, 0, 1.6e9)}
     hardware = replace(fsdp.Hardware.named("H200"), to_host=50e9)
-    assert best(costs, 12, 6.4e9, 0.140, hardware, gradients=0.2e9) == (*(moved,) * 4, *(KEPT,) * 8)
-    assert best(costs, 12, 6.4e9, 0.140, hardware, gradients=1.6e9) == (*(cheap,) * 8, *(KEPT,) * 4)
+    assert best(costs, [*[0] * 12, 6.4e9], 0.140, hardware, gradients=0.2e9) == (*(moved,) * 4, *(KEPT,) * 8)
+    assert best(costs, [*[0] * 12, 6.4e9], 0.140, hardware, gradients=1.6e9) == (*(cheap,) * 8, *(KEPT,) * 4)
+
+
+def test_the_first_blocks_free_enough_for_those_after_them() -> None:
+    """Where main gradients grow faster than blocks free, the peak is in the backward: by the first two blocks 165 bytes
+    are needed, as by all four."""
+    again, cheap = Way(True), Way(True, ("wide",))
+    costs = {KEPT: Cost(0, 0, 0), again: Cost(100, 5, 0), cheap: Cost(60, 1, 0)}
+    hardware = fsdp.Hardware.named("H100")
+    assert best(costs, [0, 0, 0, 0, 165], 1.0, hardware) == (cheap, cheap, cheap, KEPT)
+    assert best(costs, [0, 0, 165, 0, 165], 1.0, hardware) == (again, again, KEPT, KEPT)
+    assert best(costs, [0, 0, 201, 0, 165], 1.0, hardware) is None
+
+
+def test_where_no_estimate_fits_blocks_are_not_moved_if_that_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(best.__globals__, "TRIES", 0)
+    params, model = fsdp.functionalize(net())
+    state = fsdp.abstract_state(params, fsdp.Spec({"data": 2}), fsdp.sgd(lr=0.1))
+    least = T.step_memory(T.forward_backward(T.remat(model, "blocks.*"), loss_fn), state, data(1)).peak
+    nbytes, slow = (least + most()) // 2, replace(fsdp.Hardware.named("H100"), to_host=1e3)
+    forward_backward = T.forward_backward(T.budget(model, nbytes, hardware=slow), loss_fn)
+    assert T.step_memory(forward_backward, state, data(1)).peak <= nbytes
+    assert forward_backward.choice.seconds < 1, forward_backward.choice
 
 
 def test_what_cannot_be_chosen_is_refused() -> None:

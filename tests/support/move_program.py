@@ -60,7 +60,7 @@ class MoveProgram:
 
     def used(self, driven: bool, forward: int, backward: int) -> None:
         if driven and self.device in USES:
-            USES[self.device](DRIVER, forward, backward, self.random.choice([0, 500, 5000]))
+            USES[self.device].used(DRIVER, forward, backward, self.random.choice([0, 500, 5000]))
 
     def call(self, depth: int) -> None:
         group, kept = MoveGroup(self.buffers, self.device, set()), []

@@ -17,11 +17,13 @@ class Habits:
 
     Attributes:
         owner: of its host buffers.
+        keeps: the share of what it keeps, of what it would if it did not recompute, where that is known.
         python: by whether it trains, whether it draws random numbers from Python or numpy.
     """
 
     def __init__(self, owner: Owner) -> None:
         self.owner = owner
+        self.keeps = 0.0
         self.python: dict[bool, bool] = {}
         self.holders: dict[bool, list[tuple[nn.Module, str]]] = {}  # attributes that hold generators
 

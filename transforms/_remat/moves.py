@@ -14,6 +14,8 @@ many what is kept stays. So what was moved has to be away only where others need
     backward    as many calls are brought back as have room in what uses before them have freed, less the main gradients
                 that these leave
 
+A use that recomputes keeps, and frees, a share of that: the one that its region says, or nothing.
+
 Storage moves: the bytes of one storage on their way to the host's memory and back.
 
     packed     they are on the device, and stay there until the part that has made them is over
@@ -199,10 +201,17 @@ def weights_of(module: nn.Module) -> set[int]:
 
 
 class Progress(NamedTuple):
-    """How far a forward is: uses of units, and calls that moved something."""
+    """How far a forward is: uses of units, calls that moved something, and the share that the other uses have let go,
+    since they recompute, in uses."""
 
     uses: int
     calls: int
+    lighter: float
+
+    @property
+    def stay(self) -> float:
+        """Uses of which all stays."""
+        return self.uses - self.calls - self.lighter
 
 
 class MoveOrder:
@@ -213,7 +222,7 @@ class MoveOrder:
             the device is still taken, the number and the call.
         wholes: by driver, the last forward that has come to its end, if something was moved in it. whole: that of the
             one that runs. uses: how far this one is. moved: its calls that moved something, with the use in which they
-            were over.
+            were over. lighter: by use that recomputes, the share of what it lets go.
     """
 
     def __init__(self) -> None:
@@ -224,6 +233,7 @@ class MoveOrder:
         self.whole: Progress | None = None
         self.uses = 0
         self.moved: list[tuple[int, weakref.ref[MoveGroup]]] = []
+        self.lighter: dict[int, float] = {}
         self.differentiating = False
         self.driver: weakref.ref[Any] | None = None  # whose pass it is
         self.fresh = True  # nobody has driven yet: the pass in which something is moved first has begun before this
@@ -257,7 +267,7 @@ class MoveOrder:
             self.driver = weakref.ref(driver)
         elif forward <= 1 and not backward:
             self.driver = weakref.ref(driver) if forward else None
-            self.uses, self.moved = 0, []
+            self.uses, self.moved, self.lighter = 0, [], {}
             self.whole = self.wholes.get(driver) if forward else None
         elif self.driver is None or self.driver() is not driver:  # another pass came in between
             self.driver, self.whole = None, None
@@ -267,7 +277,7 @@ class MoveOrder:
             if backward == 1:
                 self.whole = None
                 if self.moved:
-                    self.whole = self.wholes[driver] = Progress(self.uses, len(self.moved))
+                    self.whole = self.wholes[driver] = self._progress()
             self._bring(forward - backward + 1, gradients)
             return
         self.uses = forward
@@ -276,12 +286,24 @@ class MoveOrder:
             captured = some[0][1].lane.captured() if some else False
             self._settle(some, max(0, self._room()), captured)
 
+    def recomputes(self, keeps: float) -> None:
+        """The use that runs keeps only this share of what moved ones would."""
+        if not self.differentiating:
+            self.lighter[self.uses] = max(1 - keeps, self.lighter.get(self.uses, 0.0))
+
+    def _progress(self, until: int | None = None) -> Progress:
+        """How far the forward is, or was at this use."""
+        if until is None:
+            return Progress(self.uses, len(self.moved), sum(self.lighter.values()))
+        lighter = sum(share for at, share in self.lighter.items() if at <= until)
+        return Progress(until, sum(at <= until for at, _ in self.moved), lighter)
+
     def _room(self) -> int:
         """Of how many calls there is room for what they have moved: of as many as there are uses to come of which all
         stays."""
         if self.whole is None:
             return 0
-        return (self.whole.uses - self.whole.calls) - (self.uses - len(self.moved))
+        return int(self.whole.stay - self._progress().stay)
 
     def _taken(self) -> list[tuple[int, MoveGroup]]:
         """Of the calls whose memory is taken, those that live, the oldest first."""
@@ -303,13 +325,14 @@ class MoveOrder:
         there = [(at, group) for at, ref in self.moved if (group := ref()) is not None]
         if self.whole is None or not there:
             return
-        before = sum(at <= use for at, _ in self.moved)
-        freed = (self.whole.uses - self.whole.calls) - (use - before)  # uses of which all stayed
+        still = self._progress(use)
+        over = (self.whole.uses - self.whole.calls) - (still.uses - still.calls)  # uses that have moved nothing
         each = sum(group.nbytes for _, group in there) // len(there)
-        gain = max(0, each - gradients)  # 0: the peak is where the backward ends
-        room = freed * gain // each - 1  # one for gradients that are on their way
+        freed = max(0, int(each * (self.whole.stay - still.stay)) - over * gradients)
+        room = freed // each - 1  # one for gradients that are on their way
         coming = sum(group.brought and not group.passed for _, group in there)
-        if freed and not coming and use - there[-1][0] <= SOON and (room == 0 or not gain):
+        last = each <= gradients  # the peak is where the backward ends
+        if over and not coming and use - there[-1][0] <= SOON and (room == 0 or last):
             room = 1
         room -= coming
         for _, group in reversed(there):
@@ -351,7 +374,7 @@ class MoveGroup:
         self.lane = copy_lane(device)
         self.captured = self.lane.captured()
         self.order = _ORDERS.setdefault(self.lane, MoveOrder())
-        USES[device] = self.order.used
+        USES[device] = self.order
         self.began = -1  # how many calls were over when this one began to move
         self.at = 0  # the use of a driven forward in which it was over
         self.before: weakref.ref[MoveGroup] | None = None

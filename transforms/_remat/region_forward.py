@@ -24,6 +24,7 @@ from functional_fsdp._seams import around_bound_calls, torch_private
 
 from .._drive.buffers import version
 from .._modules.unit_modules import each_leaf, map_tensors
+from .._uses import USES
 from .draws import DrawPoint
 from .given import storages_in
 from .module_state import ModuleState, StatePlace
@@ -119,6 +120,8 @@ class RegionForward:
                 product.let_go()
         if region.moves is not None:
             region.moves.end()
+        elif region.given.device in USES:
+            USES[region.given.device].recomputes(region.habits.keeps)
 
     # ---- parts
 
