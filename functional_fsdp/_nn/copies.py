@@ -6,7 +6,7 @@
     lru_cache of such                         an empty cache of the copy
     weak references, proxies, weak dicts      of the copy's parts where they led to parts; else shared
     parameters, wherever else they lie        placeholders that find the weight of their slot
-    memory of a parameter that trains         refused: a copy would not follow its updates
+    memory of a parameter                     refused: a copy would not follow what the state has
     locks, files, iterators, what is torch's  shared; refused where it leads to a part
     what classes and globals hold             refused where it leads to a part, and the module's code uses it
 
@@ -55,7 +55,6 @@ from .._common.objects import (
     target,
 )
 from .._common.torch_names import FakeTensor
-from .._common.tree import first_match
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 LISTS = (list, deque, set)
@@ -110,13 +109,12 @@ class Copier:
     Args:
         module: the original.
         memo: what stands for which object, by id: each parameter's placeholder.
-        trainable: rules for what trains, {pattern: bool} as pairs; else it is what requires a gradient.
 
     Attributes:
         met: ids of the parameters that lie elsewhere than in the module's slots, too.
     """
 
-    def __init__(self, module: nn.Module, memo: dict[int, Any], trainable: tuple[tuple[str, Any], ...] = ()) -> None:
+    def __init__(self, module: nn.Module, memo: dict[int, Any]) -> None:
         self.memo = memo
         self.met: set[int] = set()
         self.kept: list[Any] = []  # ids stay theirs while they live
@@ -126,11 +124,10 @@ class Copier:
         self.hooks = {id(table) for part in modules for name in HOOKS if (table := vars(part).get(name)) is not None}
         self.parameters = {*memo}
         self.buffers = {id(b): path for path, b in module.named_buffers(remove_duplicate=False)}
-        self.trained: dict[int, list[tuple[str, Span]]] = {}  # parameters that train, by their storages
+        self.spans: dict[int, list[tuple[str, Span]]] = {}  # of parameters, by their storages
         for path, p in module.named_parameters():
-            said = first_match(trainable, (path,)) if trainable else None
-            if (p.requires_grad if said is None else said) and (span := span_of(p)):
-                self.trained.setdefault(span.storage, []).append((path, span))
+            if span := span_of(p):
+                self.spans.setdefault(span.storage, []).append((path, span))
         normed = ((part, hook) for part in modules for hook in part._forward_pre_hooks.values())
         self.renewed = {id(vars(part).get(hook.name)) for part, hook in normed if isinstance(hook, SpectralNorm)}
         lends: dict[int, Any] = {}
@@ -329,9 +326,10 @@ class Copier:
             self._refuse(path, value, what, "Read the parameter in the forward; or keep a clone, as it is now.")
 
     def _seen_in(self, value: torch.Tensor) -> str | None:
-        """The path of a parameter that trains, and whose memory a tensor has, too."""
-        span = span_of(value) if self.trained and id(value) not in self.renewed else None
-        there = self.trained.get(span.storage, ()) if span is not None else ()
+        """The path of a parameter whose memory a tensor has, too: also of a frozen one, which another spec may train,
+        and another file may have other values of."""
+        span = span_of(value) if self.spans and id(value) not in self.renewed else None
+        there = self.spans.get(span.storage, ()) if span is not None else ()
         return next((name for name, weight in there if span is not None and span.meets(weight)), None)
 
     def _by_itself(self, value: Any, own: Any, path: Path) -> Any:

@@ -260,7 +260,7 @@ def skeleton_of(module: M, spec: Any = None) -> M:
     needs_module("a model", module)
     _refuse(module)
     memo: dict[int, Any] = {id(p): _placeholder(p) for p in module.parameters()}
-    copier = Copier(module, memo, () if spec is None else spec.trainable)
+    copier = Copier(module, memo)
     skeleton = copier.run()
     aliases = aliases_of(module)
     ties = {first: Tie() for first in aliases.values()}
