@@ -372,9 +372,13 @@ def apart(placement: str, axis: str) -> None:
     before = {path: lost for path, lost in left(state).items() if lost.numel()}
     assert all(lost.any() for lost in before.values())
     some = T.forward_backward(model, lambda model, x: loss_fn(model.blocks[1], model.blocks[0][0](x)))
-    after = left(fsdp.step(some(copy.deepcopy(state), batch(1, rank))[0]))
-    for path, lost in before.items():  # leaves that got no gradient owe what they did
-        assert torch.equal(lost, after[path]) == path.startswith("blocks.0.2."), path
+    began, norms = T.norms(some(copy.deepcopy(state), batch(1, rank))[0])
+    took, weights = fsdp.step(began), fsdp.full_params(state)
+    after, moved = left(took), fsdp.full_params(took)
+    for path, lost in before.items():  # leaves that got no gradient owe what they did, and norms are of what was sent
+        idle = path.startswith("blocks.0.2.")
+        assert torch.equal(lost, after[path]) == torch.equal(weights[path], moved[path]) == idle, path
+        assert norms[path] > 0
 
     bare = start(placement, wired("nf4", feedback=False, axis=axis), units=["blocks.*"])[0]
     bare = fsdp.replace_params(bare, fsdp.full_params(state))
