@@ -74,6 +74,12 @@ class Reductions:
         grads = self.sink.grads
         return all(name in grads and grads[name].states == final for name, final in self.final.items())
 
+    def awaits(self, buffer: FlatBuffer) -> bool:
+        """Whether these are gradients of the step that are partial, or that compute has not waited for."""
+        name, found = buffer.bucket.name, self.sink.grads.get(buffer.bucket.name)
+        unfinished = found is not None and (found.states != self.final[name] or len(self.staging.marks) > 0)
+        return unfinished and found is not None and found.local is buffer.local
+
     # ---------------------------------------------------------------- gradients that come
 
     def plan_reduce(self, unit: str, of: str = "") -> Move:

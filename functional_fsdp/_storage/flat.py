@@ -18,7 +18,7 @@ import torch
 
 from .._common.calls import provided
 from .._common.device import host_memory, in_host_memory, make_room, zeros_as
-from .._common.errors import SpecError
+from .._common.errors import ScheduleError, SpecError
 from .._common.torch_names import foreach_zero_, pytree, unflatten_dense_tensors
 from .._common.tracing import traced_as
 from .._common.tree import register
@@ -289,11 +289,20 @@ def gather_leaves(buffer: FlatBuffer, dtype: torch.dtype | None = None) -> dict[
     Args:
         dtype: of the result, and so of what travels; by default the buffer's own.
 
+    Raises:
+        ScheduleError: gradients that may still be under way, or are partial.
+
     Collective: an all-gather for each axis that shards it, which compute waits for. Eager.
 
-    Example: `extend.gather_leaves(state.grads["head"])["head.weight"]`.
+    Example: `extend.gather_leaves(fsdp.finish_reductions(state).grads["head"])["head.weight"]`.
     """
     bucket = buffer.bucket
+    for lineage in runtime_of(buffer.mesh).lineages:
+        if lineage.executor is not None and lineage.executor.reductions.awaits(buffer):
+            raise ScheduleError(
+                f"gather_leaves: the gradients of {bucket.name!r} may be on their way still, or partial. Take whole "
+                "ones: state = fsdp.finish_reductions(state), and then those of state.grads."
+            )
     return leaves_of(bucket, buffer.gather(buffer.local.new_empty(bucket.numel, dtype=dtype or buffer.local.dtype)))
 
 

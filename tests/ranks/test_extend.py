@@ -158,6 +158,21 @@ def test_each_element_counts_once(ranks: int, preset: str) -> None:
     assert abs(extend.total(state, main).item() - held) < 1e-4  # in float32 here and there
 
 
+@pytest.mark.parametrize("last", [True, False])
+@each_rank(2)
+def test_gradients_that_are_under_way_or_partial_are_not_gathered(last: bool) -> None:
+    state, model = made("zero1", average="sum")
+    state, _ = T.forward_backward(model, loss_fn)(state, batch(0, dist.get_rank()), last_microbatch=last)
+    name = next(iter(state.grads))
+    with pytest.raises(fsdp.ScheduleError, match=f"the gradients of '{name}' may be on their way still, or partial"):
+        extend.gather_leaves(state.grads[name])
+    twin = {k: buffer.but(buffer.local.clone()) for k, buffer in state.main.items()}
+    assert extend.gather_leaves(twin[name])  # what is no gradient is
+    state = fsdp.finish_reductions(state)
+    found = extend.gather_leaves(state.grads[name])
+    assert all(torch.equal(found[path], full_grads(state)[path]) for path in found)
+
+
 @each_rank(2)
 def test_gradients_by_unit_are_as_reduce_takes_them() -> None:
     state, _ = made("zero3")
