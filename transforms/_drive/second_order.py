@@ -22,7 +22,7 @@ from functional_fsdp import Layout, ScheduleError, SpecError, State, reduce, uns
 from functional_fsdp._seams import changed, spoilt, torch_private
 from functional_fsdp.extend import Session, ranks_of
 
-from .._modules.unit_modules import copy_of, find_unit_modules, slots_of
+from .._modules.unit_modules import copy_of, find_unit_modules, refuse_shapes, slots_of
 from .buffers import WriteWatch, clear, version
 from .driver import Tensors, caller, refuse_nesting
 from .placeholders import precisions
@@ -73,6 +73,8 @@ class Whole:
         refuse_nesting(self.caller)
         if state.layout is not self.layout:
             find_unit_modules(self.model, state.layout)  # raises if the state is of another model
+            if not state.spec.own:
+                refuse_shapes(type(self.model).__name__, {path: p for path, *_, p in self.slots}, state.layout)
             if any(inputs for _, inputs in precisions(state).values()):
                 raise SpecError(
                     "Precision(inputs=True) with forward_backward(second_order=True): inputs are cast where a module "
