@@ -5,10 +5,13 @@ from __future__ import annotations
 import cProfile
 import gc
 import re
+import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -199,9 +202,10 @@ def state_of(units: int, leaves: int) -> fsdp.State:
     return fsdp.shard(fsdp.functionalize(Net(units * leaves, units))[0], spec(), fsdp.adamw(lr=1e-3))
 
 
-def driven(units: int, leaves: int, change: Any = lambda model: model) -> tuple[fsdp.State, Any]:
+def driven(units: int, leaves: int, change: Any = lambda model: model, **said: Any) -> tuple[fsdp.State, Any]:
     params, model = fsdp.functionalize(Net(units * leaves, units))
-    return fsdp.shard(params, spec(), fsdp.adamw(lr=1e-3)), T.forward_backward(change(model), loss_of)
+    placed = Spec(fsdp.local_mesh(), **said)
+    return fsdp.shard(params, placed, fsdp.adamw(lr=1e-3)), T.forward_backward(change(model), loss_of)
 
 
 def first_step(units: int, leaves: int, change: Any = lambda model: model) -> Work:
@@ -306,6 +310,41 @@ def test_states_grow_with_the_units(what: str) -> None:
 @pytest.mark.parametrize("what", ["shard", "first step", "save", "load", "load by a spec", "redistribute"])
 def test_states_grow_with_the_leaves(what: str) -> None:
     assert grows(STATES[what], 2, 30, by_leaf=True) <= MOST
+
+
+def bytecodes(work: Work, folder: str) -> Counter[str]:
+    """How many bytecodes each function in this folder runs: what loops without a call is seen, too."""
+    found = Counter[str]()
+
+    def in_function(frame: FrameType, event: str, _: Any) -> Any:
+        found[f"{frame.f_code.co_name} {frame.f_code.co_firstlineno}"] += event == "opcode"
+        return in_function
+
+    def trace(frame: FrameType, *_: Any) -> Any:
+        frame.f_trace_opcodes = folder in frame.f_code.co_filename
+        return in_function if frame.f_trace_opcodes else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return found
+
+
+def test_uses_beside_the_plan_do_not_look_through_those_before_them() -> None:
+    def work(units: int) -> Work:
+        order = Schedule(order=[*reversed(names(units)), *names(units)])
+        state, forward_backward = driven(units, 2, schedule=order)
+        return lambda: forward_backward(state, torch.ones(2, 4))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="unshard.* is not what the schedule expects here")
+        work(3)()
+        small, large = (bytecodes(work(units), "_drive") for units in (6, 24))
+    assert any(name.startswith("had_off_plan") for name in small)
+    assert [name for name, n in large.items() if n > 6 * small[name]] == []  # the first two of a pass are by the plan
 
 
 def test_a_save_is_less_work_a_tensor_than_that_of_torchs_checkpoints() -> None:

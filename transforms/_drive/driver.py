@@ -129,6 +129,7 @@ class Driver:
         self.alone: set[Leaf] = set()  # weights that were used outside their unit modules
         self.stack: list[UnitCall] = []  # unit modules that are being called, outermost first
         self.calls: list[UnitUse] = []  # of this forward
+        self.displaced: set[str] = set()  # units that these calls had off the plan
         self.active: list[UnitUse] = []  # whose backward is under way
         self.last = True  # whether no microbatch follows
         self.samples = 0  # how many samples have gradients of their own
@@ -304,7 +305,7 @@ class Driver:
 
     def had_off_plan(self, units: Sequence[str]) -> Units | None:
         """Of these units, those that calls of this forward had off the plan; None if they had none there."""
-        return {unit for call in self.calls for unit in call.off_plan}.intersection(units) or None
+        return self.displaced.intersection(units) or None
 
     def regathered(self, call: UnitUse) -> None:
         """The backward has come to a call, and its units are gathered again. They lie wherever something reads them:

@@ -140,6 +140,7 @@ class Visit(UnitUse):
         driver.levels.inner.append(visit)
         if not visit.in_backward:
             driver.calls.append(visit)
+            driver.displaced.update(visit.off_plan)
         return visit
 
     def begin(self, grads: Gradients) -> Gradients:

@@ -258,6 +258,7 @@ class UnitCall:
                 tensors[:] = through
         if not use.in_backward:
             driver.calls.append(use)
+            driver.displaced.update(off_plan)
             use.node = tensors[self.trained[0]].grad_fn if use.trained else None
 
     def run_with(self, use: UnitUse, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
