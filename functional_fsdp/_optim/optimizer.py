@@ -92,7 +92,8 @@ class Optimizer(NamedTuple):
 
 
 class UpdatesSome:
-    """The base of optimizers that have `update_some`: the other two updates are that one with no leaf left out."""
+    """The base of optimizers that have `update_some`: the other two updates are that one with no leaf left out. Who has
+    `ready`, with the same arguments, does there what may raise, and returns what writes: the rest of `update_some`."""
 
     def update_some(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         raise NotImplementedError

@@ -24,10 +24,10 @@ torch's arithmetic, raises (`Scout._blind_to_numbers`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import count as counter
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -282,6 +282,11 @@ class FromTorch(UpdatesSome):
     def update_some(
         self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Trees, main: Tree, count: torch.Tensor
     ) -> tuple[Tree, Trees]:
+        return self.ready(given, skip, grads, opt, main, count)()
+
+    def ready(
+        self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Trees, main: Tree, count: torch.Tensor
+    ) -> Callable[[], tuple[Tree, Trees]]:
         """By label, since options may differ, and by what is kept, which may differ by bucket."""
         calls: dict[tuple[str, tuple[str, ...]], list[Tensors]] = {}
         for name, buffer in main.items():
@@ -295,11 +300,18 @@ class FromTorch(UpdatesSome):
                 for tensors, column in zip(lists, views, strict=True):
                     tensors += column if len(which) == len(column) else [column[i] for i in which]
         due = {label: self.scout.due(label, next(iter(main)), count) for label, _ in calls}
-        rates = {label: self._rates(label, count) for label, _ in calls}  # before anything is written: one may raise
+        rates = {label: self._rates(label, count) for label, _ in calls}
+        steps = []
         for (label, names), (params, gradients, *kept) in calls.items():
             flat = [t for one in kept for t in one]
-            self._step(label, ",".join(names), rates[label], params, gradients, flat, skip, due[label])
-        return main, opt
+            steps.append(self._step(label, ",".join(names), rates[label], params, gradients, flat, skip, due[label]))
+
+        def update() -> tuple[Tree, Trees]:
+            for step in steps:
+                step()
+            return main, opt
+
+        return update
 
     def _rates(self, label: str, count: torch.Tensor) -> list[Any]:
         """Of this step, where the rate is a function or a tensor."""
@@ -309,20 +321,21 @@ class FromTorch(UpdatesSome):
     def _as_one(
         self, label: str, names: str, rates: list[Any], params: Tensors, grads: Tensors, kept: Tensors, skip: Any,
         due: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> Callable[[], None]:  # fmt: skip
         """One operator in a graph: the class runs in it as it does eagerly."""
         tensors = [
             rate if isinstance(rate, torch.Tensor) else torch.full((), rate, dtype=torch.float64, device=HOST)
             for rate in rates
         ]
-        torch_optimizer(self.number, label, names, tensors, params, grads, kept, skip)
+        return partial(torch_optimizer, self.number, label, names, tensors, params, grads, kept, skip)
 
     @traced_as(_as_one)
     def _step(
         self, label: str, names: str, rates: list[Any], params: Tensors, grads: Tensors, kept: Tensors, skip: Any,
         due: bool = True,
-    ) -> None:  # fmt: skip
-        """due: whether the scouts go ahead; in a graph's operator they do each time."""
+    ) -> Callable[[], None]:  # fmt: skip
+        """All that may refuse a step. Returns what takes it. due: whether the scouts go ahead; in a graph's operator
+        they do each time."""
         known = self.known(label, params[0].device)
         options = dict(known.options)
         host = known.staged or not (known.rates and options.get("capturable", True))
@@ -348,13 +361,17 @@ class FromTorch(UpdatesSome):
         states = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)] or [{}] * n
         if due and not being_captured(params[0].device):
             self.scout.look(label, known, options, params[0], states, now)
-        before = [tensor.clone() for tensor in (*params, *kept)] if skip is not None else []
-        torch.autograd.graph.increment_version([*params, *kept])  # fused kernels do not, nor who writes to `.data`
-        after = driven(self.cls, options, params, grads, states, now)
-        for name, column in columns.items():
-            _put(known.kept[name], column, [state[name] for state in after])
-        for tensor, old in zip((*params, *kept), before, strict=False):
-            tensor.copy_(torch.where(skip, old, tensor))
+
+        def step() -> None:
+            before = [tensor.clone() for tensor in (*params, *kept)] if skip is not None else []
+            torch.autograd.graph.increment_version([*params, *kept])  # fused kernels do not, nor who writes to `.data`
+            after = driven(self.cls, options, params, grads, states, now)
+            for name, column in columns.items():
+                _put(known.kept[name], column, [state[name] for state in after])
+            for tensor, old in zip((*params, *kept), before, strict=False):
+                tensor.copy_(torch.where(skip, old, tensor))
+
+        return step
 
 
 def _which(
@@ -440,7 +457,7 @@ def _put(one: Kept, column: Tensors, values: list[Any]) -> None:
 def torch_optimizer(
     number: int, label: str, names: str, rates: Tensors, params: Tensors, grads: Tensors, kept: Tensors, skip: Any
 ) -> None:
-    LIVE[number]._step(label, names, rates, params, [grad.clone() for grad in grads], kept, skip)
+    LIVE[number]._step(label, names, rates, params, [grad.clone() for grad in grads], kept, skip)()
 
 
 @torch_optimizer.register_fake

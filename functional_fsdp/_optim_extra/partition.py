@@ -8,8 +8,9 @@ opt               {"matrix": what matrix keeps, "default": what default keeps}
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from .._storage.flat import FlatBuffer
 __all__ = ["Partition", "partition"]
 
 Opts = dict[str, Any]
+Update = Callable[[], tuple[Tree, Any]]
 
 
 @dataclass(frozen=True)
@@ -142,35 +144,53 @@ class Partition(UpdatesSome):
         *sender: Sender,
     ) -> tuple[Tree, Opts]:  # fmt: skip
         """Weights in place, whatever a member does; what members keep as they return it."""
-        new = dict(opt)
-        trees = {name: mine for name in self.members if (mine := self._own(name, main))}
-        members = {name: _of_now(self.members[name], mine, count) for name, mine in trees.items()}
+        return self.ready(given, skip, grads, opt, main, count, *sender)()
+
+    def ready(
+        self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Opts, main: Tree, count: torch.Tensor,
+        *sender: Sender,
+    ) -> Update:  # fmt: skip
+        updates: dict[str, Callable[[], Any]] = {}
+        for name, member in self.members.items():
+            if mine := self._own(name, main):
+                to = sender if getattr(member, "communicates", False) else ()
+                some = self._given(name, given, main), skip, self._own(name, grads), opt[name], mine, count, *to
+                updates[name] = partial(_update, member, _ready(member, *some), *some)
         # first those that take their settings as they write
-        for name in sorted(trees, key=lambda name: hasattr(members[name], "for_step")):
-            member, mine, some = members[name], trees[name], self._given(name, given, main)
-            to = sender if getattr(member, "communicates", False) else ()
-            new[name] = _update(member, some, skip, self._own(name, grads), opt[name], mine, count, *to)
-        return main, opt if all(new[name] is opt[name] for name in new) else new
+        order = sorted(updates, key=lambda name: hasattr(self.members[name], "update_some"))
+
+        def update() -> tuple[Tree, Opts]:
+            new = dict(opt)
+            for name in order:
+                new[name] = updates[name]()
+            return main, opt if all(new[name] is opt[name] for name in new) else new
+
+        return update
 
 
-def _as_it_is(member: Any, main: Tree, count: torch.Tensor) -> Any:
-    return member
+def _as_it_is(member: Any, *some: Any) -> Update | None:
+    return partial(member.update_some, *some) if hasattr(member, "update_some") else None
 
 
 @traced_as(_as_it_is)
-def _of_now(member: Any, main: Tree, count: torch.Tensor) -> Any:
-    """The same, with what its settings are in this step: before anybody writes, since a function may raise."""
-    labels = labels_of(buffer.bucket for buffer in main.values())
-    now = member.for_step(count, labels) if hasattr(member, "for_step") else None
-    return member if now is None else now
+def _ready(member: Any, *some: Any) -> Update | None:
+    """A member's update, with its settings of this step: before anybody writes, since a function may raise."""
+    if hasattr(member, "ready"):
+        ready: Update = member.ready(*some)
+        return ready
+    main, count = some[4:6]
+    if hasattr(member, "for_step"):
+        member = member.for_step(count, labels_of(buffer.bucket for buffer in main.values())) or member
+    return _as_it_is(member, *some)
 
 
 def _update(
-    member: Any, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Any, main: Tree, *rest: Any
-) -> Any:
+    member: Any, run: Update | None, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Any, main: Tree,
+    *rest: Any,
+) -> Any:  # fmt: skip
     """One member's update, of its leaves that got a gradient. Returns what it keeps."""
-    if hasattr(member, "update_some"):
-        new, after = member.update_some(given, skip, grads, opt, main, *rest)
+    if run is not None:
+        new, after = run()
     else:  # it may write to all of a tensor: where it shall not, it gets another
         apart = {n: b.bucket.among or n in given or skip is not None for n, b in main.items()}
         trial = {n: b.but(b.local.clone()) if apart[n] else b for n, b in main.items()}

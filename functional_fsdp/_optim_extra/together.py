@@ -23,7 +23,7 @@ from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer
 from .probe import hand_over, name_of
 from .prove import numbers_like
-from .whole import Form, Job, LeafStates, Trees, WholeLeaves
+from .whole import Form, Job, LeafStates, Rates, Trees, WholeLeaves
 
 __all__ = ["AllLeaves"]
 
@@ -99,12 +99,9 @@ class AllLeaves(WholeLeaves):
 
     # ---- a step
 
-    def update_some(
-        self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Trees, main: Tree, count: torch.Tensor,
-        sender: Sender,
-    ) -> tuple[Tree, Trees]:  # fmt: skip
-        if not main or self._skipped(skip, main):
-            return main, opt
+    def _updated(
+        self, given: Leaves, grads: Tree, opt: Trees, main: Tree, rates: Rates, sender: Sender
+    ) -> tuple[Tree, Trees]:
         whole = {id(b): _whole(b, sender) for tree in (main, grads, *opt.values()) for b in tree.values()}
         kept, jobs = LeafStates(opt, whole), list[Job]()
         for name, buffer in main.items():
@@ -115,7 +112,7 @@ class AllLeaves(WholeLeaves):
                     job = Job(leaf, weights.dtype, weights, grad if has else None, kept.rows.get(leaf.path, {}),
                               kept.numbers[leaf.path])  # fmt: skip
                     jobs.append(job)
-        self._step(LABEL, jobs, count)
+        self._step(LABEL, jobs, rates)
         kept.put_numbers()
         for buffer in (*main.values(), *kept.tensors):
             start, stop = buffer.span()

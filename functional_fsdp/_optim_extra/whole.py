@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -30,7 +30,18 @@ from .._common.device import being_captured, lies_on_host
 from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.torch_names import foreach_copy_, pytree, unflatten_dense_tensors
 from .._common.tracing import traced_as
-from .._optim.optimizer import Sender, Tree, UpdatesSome, at, by_label, check_settings, labels_in, portions, put
+from .._optim.optimizer import (
+    Sender,
+    Tree,
+    UpdatesSome,
+    at,
+    by_label,
+    check_settings,
+    labels_in,
+    labels_of,
+    portions,
+    put,
+)
 from .._plan.layout import Bucket, Leaf
 from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer
@@ -41,6 +52,7 @@ from .prove import Work, beside, give_names, numbers_like, same, uncompiled
 __all__ = ["Job", "LeafStates", "WholeLeaves", "first_of"]
 
 Trees = dict[str, Tree]
+Rates = Mapping[str, Any]  # learning rates that are functions, as they are in a step
 FORM = "form"
 PLAIN = (type(None), str, torch.dtype, torch.device, torch.Size)
 FLOPS = 256  # that cost as much as an element that travels
@@ -296,11 +308,17 @@ class WholeLeaves(UpdatesSome):
         hand_over(other, torch.zeros_like(param))
         return self._made(label, [param, other], [held, None], [name, "another"])
 
-    def _stepped(self, label: str, optimizer: Any, count: torch.Tensor, what: str) -> None:
-        """One step of an instance, at the rate of this count. what: which leaves it has, for an error."""
-        if (rate := self._options(label)[1]) is not None:
+    def _rates(self, main: Tree, count: torch.Tensor) -> Rates:
+        """By label the rates of this count, where it is a function that says them."""
+        labels = labels_of(buffer.bucket for buffer in main.values())
+        rates = {label: by_label("lr", self.options.get("lr"), label) for label in labels}
+        return {label: at("lr", rate, label, count) for label, rate in rates.items() if callable(rate)}
+
+    def _stepped(self, label: str, optimizer: Any, rates: Rates, what: str) -> None:
+        """One step of an instance. what: which leaves it has, for an error."""
+        if label in rates:
             for group in optimizer.param_groups:
-                group["lr"] = float(at("lr", rate, label, count))
+                group["lr"] = float(rates[label])
         try:
             optimizer.step()
         except Exception as error:
@@ -534,12 +552,15 @@ class WholeLeaves(UpdatesSome):
         )
 
     @traced_as(_in_graph)
-    def update_some(
+    def update_some(self, *some: Any) -> tuple[Tree, Trees]:
+        return self.ready(*some)()
+
+    def ready(
         self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Trees, main: Tree, count: torch.Tensor,
         sender: Sender,
-    ) -> tuple[Tree, Trees]:  # fmt: skip
+    ) -> Callable[[], tuple[Tree, Trees]]:  # fmt: skip
         if not main or self._skipped(skip, main):
-            return main, opt
+            return lambda: (main, opt)
         lacking_one = next(
             (leaf.path for name, some in given.items() if name in main
              for leaf, one in zip(main[name].bucket.leaves, some, strict=True) if not one), None,
@@ -549,6 +570,11 @@ class WholeLeaves(UpdatesSome):
                 f"{name_of(self.cls)}: the leaf {lacking_one!r} has no gradient in this step, but with this class "
                 f"{self.late}. Give it zeros, or by='all'."
             )
+        return partial(self._updated, given, grads, opt, main, self._rates(main, count), sender)
+
+    def _updated(
+        self, given: Leaves, grads: Tree, opt: Trees, main: Tree, rates: Rates, sender: Sender
+    ) -> tuple[Tree, Trees]:
         plan = self.plan([buffer.bucket for buffer in main.values()])
         if any(self._moving.values()):  # what an instance counts, it counts for leaves without a gradient, too
             lacks = {(name, i) for name, some in given.items() for i, one in enumerate(some) if not one}
@@ -564,7 +590,7 @@ class WholeLeaves(UpdatesSome):
                 names = tuple([name for name in group if name in mine])
                 moves = owners.moves(names, lacking, sender.coordinate) if names else None
                 if moves is not None and moves.some:
-                    self._update(owners, moves, names, lacks, grads, kept, main, count, sender)
+                    self._update(owners, moves, names, lacks, grads, kept, main, rates, sender)
         kept.put_numbers()
         return main, opt
 
@@ -575,7 +601,7 @@ class WholeLeaves(UpdatesSome):
 
     def _update(
         self, owners: Owners, moves: Moves, names: Sequence[str], lacks: set[tuple[str, int]], grads: Tree,
-        kept: LeafStates, main: Tree, count: torch.Tensor, sender: Sender,
+        kept: LeafStates, main: Tree, rates: Rates, sender: Sender,
     ) -> None:  # fmt: skip
         which = [owners.owned[i] for members in moves.members for i in members]
         order = tuple([piece for _, _, slices in moves.stacks for piece in slices])
@@ -593,13 +619,13 @@ class WholeLeaves(UpdatesSome):
         for label, some in jobs.items():
             alone = bool(self._moving.get(label)) or bool(self.late)
             for part in [[job] for job in some] if alone else [some]:
-                self._step(label, part, count, alone)
+                self._step(label, part, rates, alone)
         flat = back(moves, came[:1] if which else [], came[0][:0], sender, "leaves")
         runs = [end - start for _, start, end, _, _ in moves.runs]
         if runs:
             foreach_copy_(cut(moves, main), list(flat.split(runs)))
 
-    def _step(self, label: str, jobs: Sequence[Job], count: torch.Tensor, alone: bool = False) -> None:
+    def _step(self, label: str, jobs: Sequence[Job], rates: Rates, alone: bool = False) -> None:
         """One step of one instance, with these leaves. alone: others have instances of their own."""
         first = jobs[0].leaf
         what = f"the leaf {first.path!r} of shape {list(first.shape)}" if len(jobs) == 1 else f"{len(jobs)} leaves"
@@ -615,7 +641,7 @@ class WholeLeaves(UpdatesSome):
             for job, param in zip(jobs, params, strict=True):
                 if job.grad is not None:
                     hand_over(param, job.grad.to(job.dtype).view(job.leaf.shape))
-            self._stepped(label, optimizer, count, what)
+            self._stepped(label, optimizer, rates, what)
         with torch.no_grad():
             now, pairs = beside(optimizer), list[tuple[torch.Tensor, torch.Tensor]]()
             moved = bool(_changed(fresh, now))

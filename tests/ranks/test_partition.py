@@ -132,7 +132,10 @@ def test_a_checkpoint_says_what_it_was_written_with(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- a step that cannot be taken
 
 
-@pytest.mark.parametrize("last", ["adamw", "packed", "muon", "partition", "torch", "labels"])
+SETTINGS = ["adamw", "packed", "muon", "partition", "torch", "both torch", "whole", "both whole", "labels"]
+
+
+@pytest.mark.parametrize("last", [*SETTINGS, "whole labels"])
 def test_a_setting_that_raises_comes_before_any_member_has_written(last: str) -> None:
     """A later member's function raises: the earlier one's leaves are as they were, and the state is good."""
 
@@ -147,12 +150,15 @@ def test_a_setting_that_raises_comes_before_any_member_has_written(last: str) ->
         "muon": lambda: fsdp.muon(lr=rate),
         "partition": lambda: fsdp.partition({"default": fsdp.sgd(lr=rate)}),
         "torch": lambda: fsdp.from_torch(torch.optim.NAdam, lr=rate),
+        "whole": lambda: fsdp.from_torch(torch.optim.NAdam, by="leaf", lr=rate),
     }
     wrong, matrices = [], {"a.w": torch.ones(4, 4), "b.w": torch.ones(3, 3)}
-    if last == "labels":  # of one optimizer
-        optimizer: Any = fsdp.from_torch(torch.optim.NAdam, lr={"first": 0.1, "default": rate})
+    both, by = last.removeprefix("both "), "leaf" if "whole" in last else None
+    if "labels" in last:  # of one optimizer
+        optimizer: Any = fsdp.from_torch(torch.optim.NAdam, by=by, lr={"first": 0.1, "default": rate})
     else:
-        optimizer = fsdp.partition({"first": fsdp.sgd(lr=0.1), "default": makes[last]()})
+        first = fsdp.from_torch(torch.optim.NAdam, by=by, lr=0.1) if both != last else fsdp.sgd(lr=0.1)
+        optimizer = fsdp.partition({"first": first, "default": makes[both]()})
     labels = {"a.w": "first"}
     state, other = (fsdp.shard(matrices, spec("zero3", ["a", "b"], labels=labels), optimizer) for _ in range(2))
     wrong.append(True)
