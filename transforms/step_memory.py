@@ -123,11 +123,8 @@ def rehearse(
     if forward_backward.budget is not None:
         trial, ways = forward_backward.budget.locally(forward_backward, state, args, kwargs, imagined)
         forward_backward.choice = trial.described(ways)  # until the first call, in which all ranks choose
-        if counter is None:
-            found: Rehearsed = trial.rehearsed(ways)
-            return found
-        forward_backward = forward_backward.like(trial.changed(ways))
-        driver = forward_backward.driver
+        found: Rehearsed = trial.rehearsed(ways)
+        return found
     # A model may ask fake tensors alone for no values: transformers looks into all others for packed sequences.
     for fakes in (True,) if not imagined or moves(driver.model) else (False, True):
         try:

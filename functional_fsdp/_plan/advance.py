@@ -258,7 +258,7 @@ class Walk:
             self.next_pass()
         due = self.issue(due)
         self.take(taken, handed)
-        if self.plan.at_once or self.training:
+        if self.plan.at_once or self.training:  # by hand a look is no other than a pass before its first gradient
             self.pass_over(self.at)
             self.in_order(closing + due, self.take_due())
         else:

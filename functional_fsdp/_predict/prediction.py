@@ -316,6 +316,7 @@ def rehearsed(
     """Run the model once with tensors that have no memory. The mesh, the transport and the placement are of no account;
     units and precision are."""
     forward_backward, state, args = prepared(model, loss_fn, batch, spec, optimizer)
+    forward_backward = forward_backward.on_paper(state, args)
     rehearse = above("step_memory").rehearse
     counter = Counter()
     found = rehearse(forward_backward, state, args, {}, "predict", imagined=True, counter=counter)

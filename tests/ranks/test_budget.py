@@ -271,6 +271,27 @@ def test_on_paper_what_was_chosen_is_not_rehearsed_again(monkeypatch: pytest.Mon
     assert seen == ["budget"]
 
 
+class Waves(Part):
+    """Keeps less where it is compiled: of the cosine its input alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.up(x).cos().sin())
+        return out
+
+
+def test_a_prediction_of_compiled_units_chooses_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although it rehearses twice, the second time with what compiled code keeps less."""
+    model = net()
+    for block in model.blocks:
+        block.wide = Waves(4 * WIDTH).double()
+    chosen: list[int] = []
+    whole = T.budget.__globals__["Trial"].choose
+    monkeypatch.setattr(T.budget.__globals__["Trial"], "choose", lambda trial: (chosen.append(1), whole(trial))[1])
+    said = T.budget(model, 1 << 30), loss_fn, data(1), fsdp.Spec({"data": 2}), fsdp.sgd(lr=0.1)
+    assert fsdp.predict(*said, compiled=True).peak < fsdp.predict(*said).peak
+    assert len(chosen) == 2
+
+
 class Other(nn.Module):
     """A block whose parts have other names than those of `Block`."""
 

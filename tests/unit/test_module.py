@@ -346,7 +346,7 @@ def test_a_state_of_a_model_of_another_width_is_refused_by_driven_steps() -> Non
     params, _ = fsdp.functionalize(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
     _, wider = fsdp.functionalize(nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 2)))
     state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()))
-    steps = [T.forward_backward(wider, lambda m, x: m(x).sum(), second_order=more) for more in (False, True)]
+    steps: list[Any] = [T.forward_backward(wider, lambda m, x: m(x).sum(), second_order=k) for k in (False, True)]
     for call in (T.apply(wider), *steps):
         with pytest.raises(TreeError, match=r"'0\.weight' is \[5, 3\] in the state, and \[7, 3\] in Sequential"):
             call(state, torch.ones(1, 3))

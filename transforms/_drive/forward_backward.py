@@ -202,6 +202,13 @@ class ForwardBackward(Generic[Out]):
             self.input_grads, self.reduce,
         )  # fmt: skip
 
+    def on_paper(self, state: State, args: Any) -> ForwardBackward[Any]:
+        """The same, with what its model's budget leaves open chosen without a device; see `rehearse`."""
+        if self.budget is None:
+            return self
+        trial, ways = self.budget.locally(self, state, args, {}, True)
+        return self.like(trial.changed(ways))
+
     def _settle(self, state: State, args: Any, kwargs: Any) -> None:
         """Choose what the model's budget leaves open. Collective."""
         model, self.choice = self.budget.settle(self, state, args, kwargs)
