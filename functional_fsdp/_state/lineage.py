@@ -283,10 +283,15 @@ class Lineage:
         Never consumes: where all ranks look from the same place, the step goes on afterwards.
 
         Raises:
-            RestartError: a look in the middle of a step that others have abandoned. Those at the base go on.
+            RestartError: a look in the middle of a step that some have abandoned. Those at the base go on.
         """
         while True:
             self.come(serial)
+            if serial != self.base and self.epoch != self.runtime.epoch:
+                raise RestartError(
+                    "a look at this state: a rank was stopped, and the step that it is in was abandoned. Nothing is lost: "
+                    "go on from the state that the step started from (it is still valid), on every rank."
+                )
             with suppress(RestartError) if serial == self.base else nullcontext():
                 return self.runtime.come_to_look("a look at this state")
 

@@ -278,6 +278,27 @@ def test_whoever_is_stopped_in_a_look_meets_the_others(place: str, begun: bool) 
     assert launch(stopped_in_a_look, (place, begun), nprocs=2, simulate=True) == [[float(i) for i in range(12)]] * 2
 
 
+def stopped_in_the_middle(place: str) -> list[float]:
+    """Rank 0 is stopped in a look in the middle of a step, and looks again. Then both begin the step anew."""
+    spec = fsdp.Spec(fsdp.local_mesh("cpu"), fsdp.zero3("data"))
+    state = fsdp.shard({"a": torch.arange(4.0), "b": torch.ones(4)}, spec, fsdp.sgd(lr=1.0))
+    middle, _ = fsdp.unshard(state, ["a"])
+    run: Any = runtime_of(spec.mesh)
+    if dist.get_rank() == 0:
+        with mock.patch.object(run, place, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            fsdp.full_params(middle)
+    with pytest.raises(fsdp.RestartError, match="abandoned"):
+        fsdp.full_params(middle)
+    state, params = fsdp.unshard(state)
+    found: list[float] = fsdp.full_params(fsdp.step(fsdp.reduce(state, params)))["a"].tolist()
+    return found
+
+
+@pytest.mark.parametrize("place", ["tally", "now"])
+def test_who_looks_again_in_the_middle_of_a_step_hears_that_it_was_abandoned(place: str) -> None:
+    assert launch(stopped_in_the_middle, (place,), nprocs=2, simulate=True) == [[0.0] * 4] * 2
+
+
 def twice() -> str:
     """Who interrupts again after a second means it: an update that takes for ever can be stopped."""
     with interruptible():
