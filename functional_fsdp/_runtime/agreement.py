@@ -178,7 +178,7 @@ class Agreement:
         return self.lineage_count
 
     def count_lineages(self, count: int) -> None:
-        """Go on from this number, the largest of all ranks': one was stopped before it made its last ones."""
+        """Go on from this number, the largest of all ranks': one may have been stopped before it made its last ones."""
         self.lineage_count = count
 
     @contextmanager
@@ -339,16 +339,17 @@ class Agreement:
         most, least = self.tally(self.ballot(Case.NUMBER, number, what))
         return most == least
 
-    def come_to_look(self, what: str) -> None:
-        """Every rank is about to look at a state. Host, 16 bytes.
+    def come_to_look(self, what: str, lineage: int) -> None:
+        """Every rank is about to look at a state of this lineage. Host, 16 bytes.
 
         Raises:
-            RestartError: a peer comes from a step that it abandoned; ScheduleError: it does something else.
+            RestartError: a peer comes from a step that it abandoned; ScheduleError: it does something else, or looks at
+            a state of another lineage.
         """
-        if not (self.capturing or self.alike(what)):
+        if not (self.capturing or self.alike(what, lineage)):
             raise ScheduleError(
-                f"{what}: this rank came to it, another one to something else. Save a state, or take its parameters "
-                "whole, on every rank at the same place. Nothing is lost: the state is valid."
+                f"{what}: this rank came to it, another one to something else, or to another state. Save a state, or "
+                "take its parameters whole, on every rank at the same place. Nothing is lost: the state is valid."
             )
 
     def most(self, what: str, number: int) -> int:
@@ -647,10 +648,10 @@ class Joint:
         except BaseException as met:
             error = met
         try:
-            told = self.run.everyone(
-                (mine, None if error is None else Met.of(error)), f"{self.what}{part and ', '}{part}"
-            )
-            self.known = any(there for _, there in told)
+            said = mine, None if error is None else Met.of(error), self.run.lineage_count
+            told = self.run.everyone(said, f"{self.what}{part and ', '}{part}")
+            self.run.count_lineages(max(count for *_, count in told))
+            self.known = any(there for _, there, _ in told)
         except Exception as left:  # a rank has left: what this one met may only follow from that
             if isinstance(error, Exception):
                 raise left from error
@@ -661,10 +662,10 @@ class Joint:
                 raise error
         finally:
             error = None  # its traceback has this frame
-        for rank, (_, there) in enumerate(told):
+        for rank, (_, there, _) in enumerate(told):
             if there is not None:
                 raise there.again(self.what, self.run.ranks[rank])
-        return [value for value, _ in told]
+        return [value for value, *_ in told]
 
 
 Axes = tuple[str, ...]

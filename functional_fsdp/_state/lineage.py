@@ -289,11 +289,11 @@ class Lineage:
             self.come(serial)
             if serial != self.base and self.epoch != self.runtime.epoch:
                 raise RestartError(
-                    "a look at this state: a rank was stopped, and the step that it is in was abandoned. Nothing is lost: "
-                    "go on from the state that the step started from (it is still valid), on every rank."
+                    "a look at this state: a rank was stopped, and its step was abandoned. Nothing is lost: go on from "
+                    "the state that the step started from (it is still valid), on every rank."
                 )
             with suppress(RestartError) if serial == self.base else nullcontext():
-                return self.runtime.come_to_look("a look at this state")
+                return self.runtime.come_to_look("a look at this state", self.number)
 
     @contextmanager
     def looking(self, state: Any) -> Iterator[None]:

@@ -299,6 +299,36 @@ def test_who_looks_again_in_the_middle_of_a_step_hears_that_it_was_abandoned(pla
     assert launch(stopped_in_the_middle, (place,), nprocs=2, simulate=True) == [[0.0] * 4] * 2
 
 
+def looks_at_two() -> tuple[list[float], str, list[float]]:
+    """Rank 0 is stopped where `shard` has made all but the number of its state. Ranks shard once more, twice, and look:
+    at one state, each at another one, and at that one again."""
+    spec = fsdp.Spec(fsdp.local_mesh("cpu"))
+
+    def shard(value: float) -> fsdp.State:
+        return fsdp.shard({"a": torch.full((4,), value)}, spec)
+
+    with ExitStack() as stack:
+        if dist.get_rank() == 0:
+            run: Any = runtime_of(spec.mesh)
+            stack.enter_context(mock.patch.object(run, "enroll", side_effect=KeyboardInterrupt))
+            stack.enter_context(pytest.raises(KeyboardInterrupt))
+        shard(0.0)
+    if dist.get_rank():
+        with pytest.raises(fsdp.RestartError):
+            shard(1.0)
+    states = shard(1.0), shard(2.0)
+    before = fsdp.full_params(states[0])["a"].tolist()
+    with pytest.raises(fsdp.ScheduleError) as caught:
+        fsdp.full_params(states[dist.get_rank()])
+    return before, str(caught.value), fsdp.full_params(states[1])["a"].tolist()
+
+
+def test_looks_at_two_states_do_not_meet() -> None:
+    for before, said, after in launch(looks_at_two, nprocs=2, simulate=True):
+        assert (before, after) == ([1.0] * 4, [2.0] * 4)
+        assert "another one to something else, or to another state" in said
+
+
 def twice() -> str:
     """Who interrupts again after a second means it: an update that takes for ever can be stopped."""
     with interruptible():
