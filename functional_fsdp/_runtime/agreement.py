@@ -170,10 +170,8 @@ class Agreement:
 
     # ---- what is compared
 
-    def enroll(self, lineage: Any) -> int:
-        """Let restarts compare this lineage's step count across ranks. Called in the same order on every rank. Returns
-        its number."""
-        self.lineages.add(lineage)
+    def enroll(self) -> int:
+        """The number of a lineage, by which ranks compare it. Called in the same order on every rank."""
         self.lineage_count += 1
         return self.lineage_count
 

@@ -97,12 +97,13 @@ class Lineage:
         self.call_changed_nothing = False
         self.reads: Any = None  # the mark up to which a lane reads weights beside compute
         self.taken: dict[str, Any] | None = None  # what the last step, or this verb, returned, but for the version
+        if count is not None:  # else it stands in for one, see there
+            runtime.lineages.add(self)
 
     def heir(self, run: Runtime, layout: Layout, spec: Spec, steps: int, count: torch.Tensor) -> Lineage:
         """The lineage of states that are made of this one's, perhaps on another mesh."""
         new = Lineage(run, layout, spec, steps, count, self.local_buffers, self.src)
         new.activations = self.activations
-        run.lineages.add(new)
         return new
 
     def stand_in(self, run: Runtime, spec: Spec, steps: int, graph_plan: Any, offset: torch.Tensor) -> Lineage:
@@ -114,7 +115,7 @@ class Lineage:
 
     def enroll(self) -> None:
         """Let restarts compare this lineage's step count across ranks. Called in the same order on every rank."""
-        self.number = self.runtime.enroll(self)
+        self.number = self.runtime.enroll()
 
     def note_activations(self, ways: Mapping[str, str]) -> None:
         """What becomes of what modules save, in words by path: checkpoints of the run say it. The same on all ranks."""

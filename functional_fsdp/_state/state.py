@@ -207,9 +207,7 @@ class State(Stored):
     def __setstate__(self, kept: dict[str, Any]) -> None:
         spec = kept["spec"]
         steps, local = kept.pop("steps"), kept.pop("local_buffers", ())
-        lineage = Lineage(runtime_of(spec.mesh), kept["layout"], spec, steps, kept["count"], local)
-        lineage.runtime.lineages.add(lineage)
-        version = Version(lineage, 0)
+        version = Version(Lineage(runtime_of(spec.mesh), kept["layout"], spec, steps, kept["count"], local), 0)
         kept["treedef"] = pytree.tree_structure(kept["treedef"])
         for name in kept["scales"]:
             kept["weights"][name] = (buffer := kept["weights"][name]).but(buffer.local.view(buffer.bucket.gather))

@@ -117,6 +117,17 @@ def test_the_head_line_follows_the_state() -> None:
     assert repr(base).splitlines()[0].endswith("consumed by step() number 1")
 
 
+def test_ranks_compare_every_state_and_none_that_stands_in_for_one() -> None:
+    state = begin()
+    lineage = state.version.lineage
+    known = lineage.runtime.lineages
+    before = len(known)
+    more = [copy.deepcopy(state), pickle.loads(pickle.dumps(state)), fsdp.replace_params(state, tree(1.0)), begin()]
+    assert len(known) == before + len(more)
+    assert all(one.version.lineage in known for one in (state, *more))
+    assert lineage.stand_in(lineage.runtime, state.spec, 0, None, torch.zeros(())) not in known
+
+
 def test_a_state_is_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         begin().count = torch.tensor(3)  # type: ignore[misc]
