@@ -16,7 +16,7 @@ from support.chains import mean_square as loss_fn
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
-from functional_fsdp.transforms.budget import KEPT, Cost, Way, best
+from functional_fsdp.transforms.budget import KEPT, Cost, Trial, Way, best
 from functional_fsdp.transforms.step_memory import rehearse
 
 WIDTH, BLOCKS, ROWS = 32, 2, 256
@@ -284,9 +284,14 @@ def test_a_prediction_of_compiled_units_chooses_once(monkeypatch: pytest.MonkeyP
     model = net()
     for block in model.blocks:
         block.wide = Waves(4 * WIDTH).double()
-    chosen: list[int] = []
-    whole = T.budget.__globals__["Trial"].choose
-    monkeypatch.setattr(T.budget.__globals__["Trial"], "choose", lambda trial: (chosen.append(1), whole(trial))[1])
+    chosen: list[Any] = []
+    whole = Trial.choose
+
+    def choose(trial: Trial) -> Any:
+        chosen.append(trial)
+        return whole(trial)
+
+    monkeypatch.setattr(Trial, "choose", choose)
     said = T.budget(model, 1 << 30), loss_fn, data(1), fsdp.Spec({"data": 2}), fsdp.sgd(lr=0.1)
     assert fsdp.predict(*said, compiled=True).peak < fsdp.predict(*said).peak
     assert len(chosen) == 2
