@@ -64,11 +64,12 @@ def remat(
 
     Returns:
         the function, or a copy of the model (a skeleton), that does so. Values and gradients are the same, and so are
-        random numbers, buffers and attributes: what the forward makes of them is made once, and recomputations find
-        them as it did; of a function, those of modules that it calls by `bind`. A container (list, dict, set, deque,
-        ..., within each other) of more than 64 items goes on once if the first call changes it; objects of other
-        classes are not looked into. Within a unit the recomputation uses the weights that are gathered for its backward
-        anyway. Such a model is for `T.forward_backward` and `T.apply`; around `bind`, wrap the function that binds.
+        random numbers, buffers, attributes, and lists and dicts that it is given: what the forward makes of these is
+        made once, and recomputations find them as it did; of a function, those of modules that it calls by `bind`. A
+        container (list, dict, set, deque, ..., within each other) that a module holds, of more than 64 items, goes on
+        once if the first call changes it; objects of other classes are not looked into. Within a unit the recomputation
+        uses the weights that are gathered for its backward anyway. Such a model is for `T.forward_backward` and
+        `T.apply`; around `bind`, wrap the function that binds.
 
     Bytes that a module which recomputes keeps on the device between its forward and its backward:
 

@@ -6,7 +6,6 @@ import copy
 import math
 import os
 import sys
-import traceback
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from .._simulate.world import Medium, Traffic, World, enter_torch, leave_torch, 
 from . import meshes, transfer
 from .pool import LaunchError, Pool
 from .transfer import Key, drop, held, keep
-from .worker import Call
+from .worker import Call, report
 from .workers import HANDLES, Handle, WorkerGroup
 
 __all__ = ["Simulation", "simulate"]
@@ -133,7 +132,9 @@ class SimulatedPool(Pool):
             raise KeyboardInterrupt(f"{name}: all {count} ranks have stopped, and keep what they hold.")
         reports = {rank.number: (rank.gone, "") for rank in self.ranks if rank.gone}
         failed = [rank for rank in self.turns.failed if not rank.stopped]
-        reports.update({rank.number: _report(rank.error) for rank in failed if rank.error is not None})
+        reports.update(
+            {rank.number: report(rank.error, __file__, turns.__file__) for rank in failed if rank.error is not None}
+        )
         if reports:
             error = self._error(name, reports, stopped)
             if failure is not None:
@@ -142,16 +143,6 @@ class SimulatedPool(Pool):
         if failure is not None:
             raise LaunchError(f"{name}: {failure}", {rank: failure.waits[rank] for rank in stopped}) from failure
         return [rank.result for rank in self.ranks]
-
-
-def _report(error: BaseException) -> tuple[str, str]:
-    """What happened, and the traceback from the function on."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, turns.__file__):
-        trace = trace.tb_next
-    return traceback.format_exception_only(error)[-1].strip(), "".join(
-        traceback.format_exception(type(error), error, trace)
-    )
 
 
 def _copied(task: Any, replaced: Callable[[Handle], Any]) -> Any:

@@ -302,7 +302,7 @@ class _Worker:
             finally:
                 self.serving = 0
         except BaseException as error:
-            return "failed", _report(error)
+            return "failed", report(error, __file__)
 
     def _run(self, call: Call) -> Any:
         drop(call.drop)
@@ -324,12 +324,16 @@ class _Worker:
             raise TypeError(f"what it returned cannot be sent back: {error}") from error
 
 
-def _report(error: BaseException) -> tuple[str, str]:
-    """What happened, and the traceback from fn on. (A frame of it that refers to it would keep fn's variables.)"""
+def report(error: BaseException, *files: str) -> tuple[str, str]:
+    """What happened, without its notes, and the traceback from fn on, which lies behind frames of these files.
+
+    (A frame of it that refers to it would keep fn's variables.)
+    """
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    while trace is not None and trace.tb_frame.f_code.co_filename in files:
         trace = trace.tb_next
-    what = traceback.format_exception_only(error)[-1].strip()
+    lines = traceback.format_exception_only(error)  # of a SyntaxError first its place, in lines that begin with a space
+    what = next(line for line in lines if not line.startswith(" ")).strip()
     return what, "".join(traceback.format_exception(type(error), error, trace))
 
 

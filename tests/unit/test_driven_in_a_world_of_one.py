@@ -425,6 +425,58 @@ def test_inputs_are_cast() -> None:
     assert all(bool(g.isfinite().all()) for g in grads.values())
 
 
+class Noting(nn.Linear):
+    def forward(self, x: torch.Tensor, seen: list[torch.Tensor], notes: dict[str, Any]) -> torch.Tensor:  # type: ignore[override]
+        y = super().forward(x.to(self.weight.dtype))
+        seen.append(y.square().mean())
+        notes["sum"] = notes.get("sum", 0) + y.mean()
+        notes.pop("first", None)
+        return y
+
+
+class Noted(nn.Module):
+    """Its loss has what its parts write to a list and a dict that they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = Noting(4, 4), Noting(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen, notes = [x.mean()], {"first": x, "x": x}
+        y = self.b(self.a(x, seen, notes).tanh(), seen, notes)
+        assert [*notes] == ["x", "sum"]
+        assert notes["x"] is x
+        total: torch.Tensor = y.square().mean() + sum(seen) + notes["sum"]
+        return total
+
+
+@pytest.mark.parametrize("how", ["cast", "grad", "hvp"])
+def test_what_a_module_writes_to_a_list_or_a_dict_is_there(how: str) -> None:
+    """Where tensors that it is given are replaced by others, the list has others, too."""
+    state, model = made(Noted(), precision=CAST if how == "cast" else fsdp.Precision())
+    plain = Noted()
+    if how == "hvp":
+        state, (loss, found) = T.hvp(model, lambda model, x: model(x))(state, state.main, X)
+        weights = [*plain.parameters()]
+        grads = torch.autograd.grad(plain(X), weights, create_graph=True)
+        products = torch.autograd.grad(
+            sum((g * w.detach()).sum() for g, w in zip(grads, weights, strict=True)), weights
+        )
+        shards = fsdp.local_shards(fsdp.replace_grads(state, found), "grads")
+        for (path, _), product in zip(plain.named_parameters(), products, strict=True):
+            torch.testing.assert_close(shards[path].flatten(), product.flatten())
+        torch.testing.assert_close(loss, plain(X).detach())
+        return
+
+    def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.func.grad(model)(x).square().sum() if how == "grad" else model(x)
+        return found
+
+    state, loss = T.forward_backward(model, loss_fn)(state, X)
+    assert loss == loss_fn(plain.bfloat16() if how == "cast" else plain, X)
+
+
 def test_inputs_are_cast_by_rule() -> None:
     """A norm that computes in float32 beside weights in bfloat16: one dtype is asked for."""
 

@@ -52,6 +52,18 @@ def nested() -> Any:
     return made[0](state, torch.randn(2, 4))
 
 
+def cached_across() -> Any:
+    """The decoder's attention to the encoder's outputs takes its keys from the cache, if they are there."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    config.decoder_start_token_id = 0
+    model = T5ForConditionalGeneration(config)
+    loss = lambda m, ids: m(ids, labels=ids).loss  # noqa: E731
+    forward_backward = T.forward_backward(T.remat(model, "decoder.block.*"), loss)
+    return forward_backward(state_of(model), torch.randint(32, (2, 8)))
+
+
 def cached() -> Any:
     from transformers import AutoModelForCausalLM, Gemma2Config
 
@@ -241,7 +253,9 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"SpecError: the module '0' computes in bfloat16 and has the buffer 'table' in float32"),
     "a model within its loss": (lambda _: nested(), r"ScheduleError: \. Use the model that the loss function is given"),
     "a cache of keys and values": (lambda _: cached(),
-        r"ScheduleError: put its keys and values into a .*use_cache=False"),
+        r"ScheduleError: put its keys and values into the DynamicCache .*use_cache=False"),
+    "a cache of keys and values across": (lambda _: cached_across(),
+        r"ScheduleError: put its keys and values into the EncoderDecoderCache .*use_cache=False"),
     "load: arguments the wrong way round": (lambda _: fsdp.load(one(), "folder"),  # type: ignore[arg-type]
         r"SpecError: load\(folder, like=state\): the folder comes first"),
     "load: neither spec nor state": (lambda folder: fsdp.load(folder),

@@ -89,6 +89,55 @@ def two(kind: type[nn.Module]) -> nn.Module:
     return nn.Sequential(kind(), kind())
 
 
+# ---------------------------------------------------------------- lists and dicts that a module is given
+
+
+class Noting(nn.Linear):
+    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        seen.append(y.mean().exp())
+        return y
+
+
+class Writes(Block):
+    """Writes to a dict, has its part write to a list in it, and reads both."""
+
+    def __init__(self) -> None:
+        super().__init__(Noting(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor, notes: dict[str, Any]) -> torch.Tensor:  # type: ignore[override]
+        y = self.part(self.before(x).tanh(), notes["seen"])
+        notes["all"] = notes["all"] * (1 + y.square().mean())
+        return self.after(y * notes["seen"][-1] * notes["all"]).tanh() * len(notes["seen"])
+
+
+class Written(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Writes(), Writes()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        notes: dict[str, Any] = {"all": x.mean() + 1, "seen": [x.mean()]}
+        for block in self.blocks:
+            x = block(x, notes)
+        out: torch.Tensor = x + sum(notes["seen"]) + notes["all"]
+        return out
+
+
+def test_what_is_computed_again_finds_lists_and_dicts_as_they_were() -> None:
+    same(Written, None, "save", pattern="blocks.*", steps=1)
+
+
+def test_what_is_written_within_a_jvp_is_refused() -> None:
+    def slope(model: Any, x: torch.Tensor) -> torch.Tensor:
+        _, along = torch.func.jvp(model, (x,), (torch.ones_like(x),))  # type: ignore[misc]
+        found: torch.Tensor = along.square().mean()
+        return found
+
+    with pytest.raises(fsdp.ScheduleError, match=r"remat: a module in a jvp writes to a (dict|list) .*Have it return"):
+        trained(Written, lambda m: T.remat(m, "blocks.*"), slope, steps=1)
+
+
 # ---------------------------------------------------------------- buffers and attributes
 
 

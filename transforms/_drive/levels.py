@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from functional_fsdp import PackedWeight, ScheduleError
 from functional_fsdp._seams import torch_private
 
+from .._modules.containers import on_copies
 from .._modules.unit_modules import Leaf, map_tensors, tensors_in
 from .placeholders import WeightPlaceholder
 from .unit_uses import Gradients, Trained, UnitUse, no_output, refuse_second_order
@@ -202,9 +204,9 @@ def entered(unit_call: Any, function: Callable[..., Any], args: Any, kwargs: Any
         use.tensors[:] = driver.levels.lift(use.tensors, unit_call.leaves)
     unit_call.form(use.tensors)
     given = [Input(t) for t in tensors_in((args, kwargs)) if t.is_floating_point() or t.is_complex()]
-    if isinstance(use, Visit) and differentiates:
-        args, kwargs = enter_inputs(use, given, args, kwargs)
-    out = unit_call.run_with(use, function, args, kwargs)
+    run = partial(unit_call.run_with, use, function)
+    passed = enter_inputs(use, given) if isinstance(use, Visit) and differentiates else {}
+    out = on_copies(run, lambda t: passed.get(id(t), t), args, kwargs) if passed else run(args, kwargs)
     return leave(use if isinstance(use, Visit) else None, unit_call, storages, given, out)
 
 
@@ -236,20 +238,15 @@ def at_this_level(t: torch.Tensor | None) -> torch.Tensor | None:
     return t
 
 
-def enter_inputs(visit: Visit, given: list[Input], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments through `Entry`, for levels that differentiate by them."""
+def enter_inputs(visit: Visit, given: list[Input]) -> dict[int, torch.Tensor]:
+    """Inputs through `Entry`, by the id of what came, for levels that differentiate by them."""
     levelled = {id(one.came): one for one in given if one.came is not one.base}
-    if not levelled:
-        return args, kwargs
-    passed = visit.enter([one.came for one in levelled.values()])
-    for one, t in zip(levelled.values(), passed, strict=True):
-        assert t is not None
-        one.went = t
-
-    def new(t: torch.Tensor) -> torch.Tensor:
-        return levelled[id(t)].went if id(t) in levelled else t
-
-    return map_tensors(new, args), map_tensors(new, kwargs)
+    if levelled:
+        passed = visit.enter([one.came for one in levelled.values()])
+        for one, t in zip(levelled.values(), passed, strict=True):
+            assert t is not None
+            one.went = t
+    return {key: one.went for key, one in levelled.items()}
 
 
 def leave(visit: Visit | None, unit_call: Any, storages: list[int], given: list[Input], out: Any) -> Any:

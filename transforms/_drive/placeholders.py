@@ -64,13 +64,9 @@ def dtypes_of(unit_module: UnitModule, precisions: Precisions) -> tuple[tuple[to
     return tuple(dict.fromkeys(dtype for dtype, _ in found)), cast[0] if cast else None
 
 
-def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The same with floating tensors of the dtype."""
-
-    def cast(t: torch.Tensor) -> torch.Tensor:
-        return t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t
-
-    return map_tensors(cast, args), map_tensors(cast, kwargs)
+def cast_to(dtype: torch.dtype, t: torch.Tensor) -> torch.Tensor:
+    """A floating tensor in this dtype; another one as it is."""
+    return t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t
 
 
 def refuse_dtypes(

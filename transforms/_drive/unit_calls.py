@@ -21,10 +21,11 @@ from functional_fsdp import PackedWeight, ScheduleError
 from functional_fsdp._seams import changed, local_part, ranges, torch_private
 
 from .._compile.compile_units import Compiled, Compiler, own_class
+from .._modules.containers import on_copies
 from .._modules.unit_modules import Leaf, UnitModule, map_tensors, once_a_class, subclass
 from . import levels
 from .buffers import WriteWatch, clear, place, version
-from .placeholders import WeightPlaceholder, cast_inputs, dtypes_of, note_module, refuse_dtypes
+from .placeholders import WeightPlaceholder, cast_to, dtypes_of, note_module, refuse_dtypes
 from .unit_uses import Inputs, Outputs, UnitUse, Weights, no_output, traced_by
 
 if TYPE_CHECKING:
@@ -211,8 +212,13 @@ class UnitCall:
         if driver.state is None:
             return function(self.module, *args, **kwargs)
         driver.refuse_tracer()
-        if self.inputs is not None:
-            args, kwargs = cast_inputs(args, kwargs, self.inputs)
+        if self.inputs is None:
+            return self.use_weights(function, args, kwargs)
+        return on_copies(partial(self.use_weights, function), partial(cast_to, self.inputs), args, kwargs)
+
+    def use_weights(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Gather the weights and run the module's own code with them: a use."""
+        driver = self.driver
         if torch_private.func_interpreter() is not None or forward_ad._current_level >= 0:
             return levels.entered(self, function, args, kwargs)
         if driver.levels.inner:

@@ -14,6 +14,7 @@ import torch
 from functional_fsdp import ScheduleError
 from functional_fsdp._seams import torch_private
 
+from .._modules.containers import on_copies
 from .._modules.unit_modules import map_tensors
 
 __all__ = ["across_jvp", "in_one_jvp", "keeps_nothing"]
@@ -57,6 +58,7 @@ def across_jvp(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwarg
             "T.vjp(T.remat(stage), w, h) or T.forward_backward. Where a loss takes derivatives by torch.func, give it "
             "a model that does not recompute."
         )
+    writes = f"{what.partition(':')[0]}: a module in a jvp"
     level = levels[0].level()
     values: list[torch.Tensor] = []  # of what is dual
     tangents: list[torch.Tensor] = []
@@ -84,7 +86,7 @@ def across_jvp(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwarg
             def put(t: torch.Tensor) -> torch.Tensor:
                 return duals[number[id(t)]] if id(t) in number else others[id(t)]
 
-            out = fn(*map_tensors(put, args), **map_tensors(put, kwargs))
+            out = on_copies(lambda args, kwargs: fn(*args, **kwargs), put, args, kwargs, writes)
             moving: dict[int, torch.Tensor] = {}
 
             def look(t: torch.Tensor) -> torch.Tensor:

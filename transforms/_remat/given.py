@@ -12,6 +12,7 @@ from functional_fsdp import FsdpError, ScheduleError
 from functional_fsdp.extend import computes_on
 
 from .._drive.buffers import version
+from .._modules.containers import as_before, contents_by_id
 from .._modules.unit_modules import each_leaf
 from .moves import storage_of
 
@@ -27,6 +28,7 @@ class GivenInputs:
     Attributes:
         device: where the call computes.
         storages: on which tensors among them lie.
+        containers: lists, mappings and dataclasses among them, and what they had: the forward may write to them.
         caches: objects that keep keys and values of attention (Hugging Face's `Cache`).
     """
 
@@ -36,6 +38,7 @@ class GivenInputs:
         tensors = [x for x in args if isinstance(x, torch.Tensor)] + [t for t, _ in self.later]
         self.device = computes_on(tensors)
         self.storages = {*map(storage_of, tensors)}
+        self.containers = contents_by_id((*deeper, *kwargs.values()))
         self.caches = [x for x in each_leaf((deeper, kwargs)) if hasattr(x, "get_seq_length")]
 
     def refuse_caches(self, error: RuntimeError) -> None:
@@ -47,13 +50,13 @@ class GivenInputs:
         for cache in self.caches:
             if not isinstance(error, FsdpError) and cache.get_seq_length():
                 raise ScheduleError(
-                    f"remat: the forward put its keys and values into a {type(cache).__name__} that it was given, and "
-                    "what is computed again finds them there a second time. Training needs no such cache: call the "
-                    "model with use_cache=False, or set model.config.use_cache = False."
+                    f"remat: the forward put its keys and values into the {type(cache).__name__} that it was given, "
+                    "and what is computed again finds them there. Training needs no such cache: call the model with "
+                    "use_cache=False, or set use_cache = False in its config (of T5 in its decoder's, too)."
                 ) from error
 
-    def check(self) -> None:
-        """They are what they were.
+    def again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """What the recomputation is given: these, as the forward found them.
 
         Raises:
             ScheduleError: one was changed in place.
@@ -64,6 +67,7 @@ class GivenInputs:
                     f"remat: an input of shape {tuple(t.shape)} was changed in place since the forward, and what is "
                     "computed again from it would be something else. Change a copy: .clone()."
                 )
+        return as_before(args, self.containers), as_before(kwargs, self.containers)
 
 
 def storages_in(tree: Any, which: Callable[[torch.Tensor], bool] = lambda t: True) -> set[int]:

@@ -23,6 +23,7 @@ from functional_fsdp import ScheduleError
 from functional_fsdp._seams import around_bound_calls, torch_private
 
 from .._drive.buffers import version
+from .._modules.containers import contents_by_id, written
 from .._modules.unit_modules import each_leaf, map_tensors
 from .._uses import USES
 from .draws import DrawPoint
@@ -89,12 +90,20 @@ class RegionForward:
         found = torch_private.top_saved_hooks()
         assert found is not None
         pack, unpack = found
+        given = self.region.given
 
         def counted(t: torch.Tensor) -> Any:
             self.packed += 1
             return pack(t)
 
-        self.hooks = counted, unpack
+        def computed_again(kept: Any) -> Any:
+            try:
+                return unpack(kept)
+            except RuntimeError as error:  # the recomputation's own, or the checkpoint's, which compares what it saves
+                given.refuse_caches(error)
+                raise
+
+        self.hooks = counted, computed_again
         torch_private.pop_saved_hooks()
         torch_private.push_saved_hooks(*self.hooks)
 
@@ -133,13 +142,14 @@ class RegionForward:
         moves = region.moves_of(call.part)
         before = region.state.look(call.module) if region.state is not None else None
         given = [(t, version(t)) for t in each_leaf((call.args, call.kwargs)) if isinstance(t, torch.Tensor)]
+        containers = contents_by_id((call.args, call.kwargs))
         states: list[ModuleState] = []
         bound = around_bound_calls(partial(self._bound, states))
         with running(None), self._outside(), bound, moves.moving(call.module) if moves is not None else nullcontext():
             out = call()
         places = [found.place for found in before.changed()] if before is not None else []
         record = self._note(call, out, places)
-        record.writes = any(version(t) != then for t, then in given)
+        record.writes = written(containers) or any(version(t) != then for t, then in given)
         record.states = states
         return out
 
@@ -179,7 +189,7 @@ class Recomputation:
 
     def run(self, args: Any, kwargs: Any) -> Any:
         region = self.region
-        region.given.check()
+        args, kwargs = region.given.again(args, kwargs)
         if region.moves is not None:
             region.moves.arrive()
         draws = region.start.resumed() if region.start is not None else nullcontext()
@@ -187,9 +197,6 @@ class Recomputation:
         with running(self), draws, state, self._bound(region.states), torch_private.parametrized_anew():
             try:
                 return region.fn(*args, **kwargs)
-            except RuntimeError as error:
-                region.given.refuse_caches(error)
-                raise
             finally:
                 self.products = None  # it holds this
 
