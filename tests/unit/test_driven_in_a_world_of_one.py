@@ -460,9 +460,8 @@ def test_what_a_module_writes_to_a_list_or_a_dict_is_there(how: str) -> None:
         state, (loss, found) = T.hvp(model, lambda model, x: model(x))(state, state.main, X)
         weights = [*plain.parameters()]
         grads = torch.autograd.grad(plain(X), weights, create_graph=True)
-        products = torch.autograd.grad(
-            sum((g * w.detach()).sum() for g, w in zip(grads, weights, strict=True)), weights
-        )
+        along = torch.stack([(g * w.detach()).sum() for g, w in zip(grads, weights, strict=True)]).sum()
+        products = torch.autograd.grad(along, weights)
         shards = fsdp.local_shards(fsdp.replace_grads(state, found), "grads")
         for (path, _), product in zip(plain.named_parameters(), products, strict=True):
             torch.testing.assert_close(shards[path].flatten(), product.flatten())
