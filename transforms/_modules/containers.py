@@ -18,7 +18,7 @@ import torch
 
 from functional_fsdp import ScheduleError
 
-from .unit_modules import map_tensors
+from .unit_modules import PLAIN, map_tensors
 
 __all__ = ["as_before", "contents_by_id", "on_copies", "written"]
 
@@ -27,6 +27,8 @@ Contents = dict[Any, Any]  # by index, key or field
 
 def contents(value: Any) -> Contents | None:
     """What a container has, a tuple too; None of anything else."""
+    if isinstance(value, PLAIN):
+        return None
     if isinstance(value, list | tuple):
         return dict(enumerate(value))
     if isinstance(value, MutableMapping):
