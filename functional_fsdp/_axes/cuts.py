@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -120,8 +121,11 @@ Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(whole: Sequence[int], cuts: Cuts, coordinate: Mapping[str, int]) -> list[Box]:
-    """What a rank has, as boxes: where each begins in the whole leaf, where in the rank's part, and its size."""
+    """What a rank has, as boxes: where each begins in the whole leaf, where in the rank's part, and its size. Of a leaf
+    without elements the first rank has one, so that it is there."""
     zero = (0,) * len(whole)
+    if 0 in whole:
+        return [] if any(coordinate[cut.axis] for cut in cuts) else [(zero, zero, part_shape(whole, cuts))]
     found: list[Box] = [(zero, zero, tuple(whole))]
     for cut in cuts:
         dim, at, again = cut.dim, 0, []
@@ -195,7 +199,8 @@ def joined_leaves(buffer: FlatBuffer, dtype: torch.dtype | None = None) -> dict[
     for axis in reversed(bucket.cut):
         mine, every = every, every.new_empty(run.sizes[axis] * every.numel())
         run.now(Collective("all_gather", axis, every.numel(), every.dtype, "", "side", bucket.name), every, mine)
-    parts = [leaves_of(bucket, part) for part in every.view(-1, bucket.numel).unbind()]
+    ranks = prod(run.sizes[axis] for axis in bucket.cut)
+    parts = [leaves_of(bucket, part) for part in every.view(ranks, bucket.numel)]
     found = {}
     for leaf in bucket.leaves:
         some = [part[leaf.path] for part in parts]

@@ -230,7 +230,7 @@ def with_replicas(path: Path, state: State, there: Mapping[str, Tensor], allow: 
     by_leaf: dict[str, list[str]] = {}
     for name in there:
         by_leaf.setdefault(_leaf(name), []).append(name)
-    wanted = names_of(as_there(state, there), there)
+    wanted = names_of(state, there)
     lacking = [name for name in wanted if name not in there]
     found = dict(there)
     for name in lacking:
@@ -490,11 +490,12 @@ def _filled(
 
     def read() -> None:
         check_same(path, note, state, allow)
-        placed, again = recut(path, note, state, all_there)
-        there = with_replicas(path, state, placed, allow)
-        fresh = as_there(state, there)
+        fresh = as_there(state, all_there)
         if not own:
-            fresh = with_extras(path, note, there, fresh)
+            fresh = with_extras(path, note, all_there, fresh)
+        placed, again = recut(path, note, fresh, all_there)
+        there = with_replicas(path, fresh, placed, allow)
+        if not own:
             whole = {"is_leaf": lambda x: isinstance(x, FlatBuffer)}
             fresh = fresh._evolve(**{name: pytree.tree_map(blank, getattr(fresh, name), **whole) for name in SAVED})
         chosen, anew = fits(path, note, there, fresh, named(fresh, there), allow)

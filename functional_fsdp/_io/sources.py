@@ -15,7 +15,7 @@ import torch
 from .._axes.cuts import Cuts, whole_shape
 from .._common.calls import provide
 from .._common.errors import SpecError, TreeError, as_names, as_path, expect
-from .._common.tree import PathIndex
+from .._common.tree import PathIndex, flatten
 from .._runtime.agreement import Topic
 from .._storage.flat import FlatBuffer, coordinate_of, leaf_shards
 from .contents import tensors_expected
@@ -203,6 +203,7 @@ def fill(
         said = part_of(convert.get(path, source.held_as(named)), whole_shape(shape, cuts), cuts, at)
         return pieces(path, shape, said)
 
+    buffers = dict(zip(*flatten(buffers)[:2], strict=True))  # which may be a tree
     at = coordinate_of(next(iter(main.values())).mesh) if main else {}
     leaves: Leaves = {
         leaf.path: (leaf.seen_shape, leaf.form.dtype if leaf.form is not None else buffer.local.dtype, leaf.cuts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,23 @@ class Own:
         note = read_note(path)
         sizes(path, note)
         there: dict[str, Any] = dict(tensors_of(path, note))
-        for leaf, one in note["leaves"].items():
-            if cuts := cuts_in(path, leaf, one):
-                _join(path, there, leaf, cuts, tuple(one["shape"]))
+        leaves = note["leaves"]
+        cut = {leaf: cuts_in(path, leaf, one) for leaf, one in leaves.items()}
+        size = {leaf: numel_of(part_shape(one["shape"], cut[leaf])) for leaf, one in leaves.items()}
+        numbers = {what for leaf, what, one in _kept(there, leaves) if numel_of(one.shape) != size[leaf]}
+        numbers |= {"missed", "step"}  # a number for each leaf, which may have one element, too
+        parted: dict[str | None, set[str]] = {}
+        for base in {name.partition(PLACE)[0] for name in there if PLACE in name}:
+            parted.setdefault(_leaf_of(base, leaves), set()).add(base)
+        for leaf, cuts in cut.items():
+            if cuts:
+                _join(path, there, parted.get(leaf, ()), leaf, cuts, tuple(leaves[leaf]["shape"]), numbers)
         apart = next((name for name in there if PLACE in name), None)
         if apart is not None:
             raise CheckpointError(
                 f"{path} has leaves that each rank has for itself ({apart!r}), which have no one value. Read it by "
                 "fsdp.load."
             )
-        leaves = note["leaves"]
         packed = next((name for name, one in leaves.items() if one.get("codec")), None)
         if packed is not None:
             raise CheckpointError(
@@ -49,19 +57,11 @@ class Own:
         moments: dict[str, dict[str, Any]] = {}
         steps: dict[str, Any] = {}
         missed: dict[str, int] = {}
-        kept: list[tuple[str, str, Any]] = []
-        for name in sorted(n[4:] for n in there if n.startswith("opt.")):
-            leaf = max((p for p in leaves if name.endswith(f".{p}")), key=len, default=None)  # "mean.a.w" is not of "w"
-            if leaf is None:
-                continue
-            kept.append((leaf, name[: -len(leaf) - 1], there[f"opt.{name}"]))
-        size = {leaf: numel_of(one["shape"]) for leaf, one in leaves.items()}
-        numbers = {what for leaf, what, one in kept if numel_of(one.shape) != size[leaf]} | {"missed"}
-        for leaf, what, one in kept:  # a number for each leaf, or as many as the leaf has
+        for leaf, what, one in _kept(there, leaves):
             held = _span(path, one, () if what in numbers else tuple(leaves[leaf]["shape"]))
             if what == "missed":
                 missed[leaf] = number_of(held, f"{path}: {leaf!r}")
-            elif what == "step" and what in numbers:
+            elif what == "step":
                 steps[leaf] = held
             else:
                 moments.setdefault(leaf, {})[NAMES.get(what, what)] = held
@@ -79,14 +79,37 @@ class Own:
         )  # fmt: skip
 
 
-def _join(path: Path, there: dict[str, Any], leaf: str, cuts: Cuts, shape: tuple[int, ...]) -> None:
-    """Put the whole tensors in the place of the parts that ranks had of a leaf, cut along axes of the model's own."""
+def _kept(there: dict[str, Any], leaves: Iterable[str]) -> list[tuple[str, str, Any]]:
+    """What the optimizer keeps: of which leaf, under which name, and it."""
+    found = []
+    for name in sorted(name for name in there if name.startswith("opt.")):
+        base = name.partition(PLACE)[0]
+        leaf = _leaf_of(base, leaves)
+        if leaf is not None:
+            found.append((leaf, base[4 : -len(leaf) - 1], there[name]))
+    return found
+
+
+def _leaf_of(base: str, leaves: Iterable[str]) -> str | None:
+    """Whose tensor it is: "opt.mean.a.w" is not of "w" where there is an "a.w"."""
+    return max((path for path in leaves if base.endswith(f".{path}")), key=len, default=None)
+
+
+def _join(
+    path: Path, there: dict[str, Any], bases: Iterable[str], leaf: str, cuts: Cuts, shape: tuple[int, ...],
+    numbers: Collection[str],
+) -> None:  # fmt: skip
+    """Put the whole tensors in the place of the parts that ranks had of a leaf, cut along axes of the model's own.
+
+    Args:
+        bases: the leaf's tensors, without places. numbers: what the optimizer keeps as a number for each leaf.
+    """
     local = part_shape(shape, cuts)
-    for base in {name.partition(PLACE)[0] for name in there if PLACE in name and f".{leaf}{PLACE}" in name}:
+    for base in bases:
         names = names_by_place(base, cuts, there)
         parts, found = [], {at: there.pop(name) for at, name in names.items()}
         for at, one in found.items():
-            if one.numel != numel_of(local):  # a number of the leaf, the same on all of them
+            if base.removeprefix("opt.")[: -len(leaf) - 1] in numbers:  # the same on all of them
                 there[base] = one
                 break
             span = _span(path, one, local)

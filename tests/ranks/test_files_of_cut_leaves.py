@@ -1,0 +1,90 @@
+"""Files of leaves that are cut along an axis of the model's own: names, sizes, counts, averages, trees of buffers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import by_rank
+from torch.utils._pytree import tree_map
+
+import functional_fsdp as fsdp
+from functional_fsdp import simulate
+
+OWN: dict[str, Any] = {
+    "w": ("tp", 0),
+    "inner.w": fsdp.Along("tp", 0, parts=2),  # its path ends as another leaf's
+    "one": ("tp", 0),  # an element on each of two ranks: as many as its count has
+    "none": ("tp", 0),
+    "*": "tp",
+}
+SHAPES: dict[str, tuple[int, ...]] = {"w": (4, 3), "inner.w": (4, 3), "one": (2,), "none": (4, 0, 2), "bias": (3,)}
+
+
+def made(axes: dict[str, int], filled: bool) -> fsdp.State:
+    params: dict[str, Any] = {
+        path: torch.arange(float(torch.Size(shape).numel())).view(shape) * filled for path, shape in SHAPES.items()
+    }
+    params["inner"] = {"w": params.pop("inner.w")}
+    spec = fsdp.Spec(fsdp.local_mesh(**axes), own=OWN, units=lambda path: path)
+    buffers: Any = {"norm": {"mean": torch.full((3,), 5.0 * filled)}}
+    return fsdp.shard(params, spec, fsdp.adamw(lr=0.01), buffers=buffers)
+
+
+def seen(state: fsdp.State) -> Any:
+    average = fsdp.replace_params(state, fsdp.full_params(state))
+
+    def put() -> None:  # in the place of weights, so that it is whole
+        for name, buffer in average.main.items():
+            buffer.local.copy_(state.extras["average"][name].local)
+
+    if "average" in state.extras:
+        average = fsdp.extend.change_weights(average, "put()", put)
+    return fsdp.state_dict(state), fsdp.optimizer_state(state), fsdp.state_dict(average)
+
+
+def written(folder: Path) -> Any:
+    state = made({"data": 1, "tp": 2}, True)
+    for step in range(3):  # "one" misses two of them
+        state, params = fsdp.unshard(state)
+        grads = tree_map(torch.ones_like, params)
+        state = fsdp.step(fsdp.reduce(state, {**grads, "one": grads["one"] if step == 1 else None}))
+        if step == 1:
+            state = fsdp.replace_extras(state, average=tree_map(torch.clone, state.main))
+    fsdp.save(state, folder / "own")
+    fsdp.save_dcp(state, folder / "dcp")
+    return seen(state)
+
+
+def read(folder: Path, how: str) -> Any:
+    state = made({"data": 2, "tp": 1}, False)
+    if how == "load":
+        return seen(fsdp.load(folder / "own", state.spec, state.optimizer))
+    if how == "like":
+        return seen(fsdp.load(folder / "own", like=state))
+    state = fsdp.load_weights(state, folder / how)
+    return seen(fsdp.load_optimizer_state(state, folder / how))
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("cut")
+    with simulate(data=1, tp=2) as ranks:
+        return folder, by_rank(ranks(written, folder))[0]
+
+
+@pytest.mark.parametrize("how", ["load", "like", "own", "dcp"])
+def test_all_is_read_where_leaves_are_whole(how: str, there: Any) -> None:
+    folder, (weights, moments, average) = there
+    assert int(moments["one"]["missed"]) == 2
+    with simulate(data=2, tp=1) as ranks:
+        for found in by_rank(ranks(read, folder, how)):
+            assert found[0].keys() == weights.keys()
+            assert all(torch.equal(found[0][path], one) for path, one in weights.items())
+            assert found[1].keys() == moments.keys()
+            for path, kept in moments.items():
+                assert all(torch.equal(found[1][path][name], one) for name, one in kept.items()), path
+            if how in ("load", "like"):
+                assert all(torch.equal(found[2][path], one) for path, one in average.items())
