@@ -33,7 +33,7 @@ import torch
 from .._common.device import arrival, host_buffer, lies_on_host
 from .._common.errors import CheckpointError
 from .._common.torch_names import storage_info
-from .folder import Claim, inside, prune, write_file
+from .folder import Claim, inside, prune, write_file, writing
 from .manifest import BLOCK, METADATA, Chunk, Tensor, file_of, head, merged, write_note
 from .parts import SavedTensor
 from .safetensors_file import bytes_of, read_at
@@ -89,7 +89,8 @@ def write_tensors(folder: Path, file: str, token: str, parts: Sequence[SavedTens
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)  # there are sums of our own, of blocks
     try:
-        with open(folder / file, "x+b") as raw, ThreadPoolExecutor(THREADS) as threads:
+        place = folder / file
+        with writing(place), open(place, "x+b") as raw, ThreadPoolExecutor(THREADS) as threads:
             raw.write(head(token, file))
             for part, host in _on_host(parts, threads):
                 sums = _sums(host, threads)  # taken while it is written

@@ -49,6 +49,7 @@ __all__ = [
     "sync",
     "unfinished",
     "write_file",
+    "writing",
 ]
 
 LOCK = "lock"
@@ -271,9 +272,20 @@ def reading(folder: Path) -> Iterator[None]:
         os.close(file)
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Within, an error of the system names the file: that of a write, as on a full disk, does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
 def write_file(path: Path, data: bytes) -> None:
     """A new file, to disk."""
-    with open(path, "xb") as file:
+    with writing(path), open(path, "xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._common.errors import CheckpointError
+from .folder import writing
 
 __all__ = ["DTYPES", "Entry", "bytes_of", "create", "entries", "read_at", "read_header", "read_into", "write_at"]
 
@@ -105,7 +106,7 @@ def create(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]
         at += n
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "xb") as file:
+    with writing(path), open(path, "xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + at)
     return entries(path)
@@ -121,9 +122,10 @@ def bytes_of(host: torch.Tensor) -> memoryview:
 def write_at(file: int, entry: Entry, first: int, values: torch.Tensor) -> None:
     """Write elements [first, first + n) of a tensor; `values` [n] are on the host, and of its dtype."""
     view, at = bytes_of(values), entry.start + first * entry.dtype.itemsize
-    while view:
-        n = os.pwrite(file, view, at)
-        view, at = view[n:], at + n
+    with writing(entry.path):
+        while view:
+            n = os.pwrite(file, view, at)
+            view, at = view[n:], at + n
 
 
 def read_into(file: int, entry: Entry, first: int, values: torch.Tensor) -> None:
