@@ -69,7 +69,8 @@ def plain() -> tuple[list[list[float]], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("preset", "compile"), [("zero3", False), ("zero2", False), ("zero3", {"backend": "aot_eager"})]
+    ("preset", "compile"),
+    [pytest.param("zero3", False, marks=pytest.mark.large), ("zero2", False), ("zero3", {"backend": "aot_eager"})],
 )
 def test_sharded_as_in_a_plain_module(preset: str, compile: Any) -> None:
     losses, weights = plain()

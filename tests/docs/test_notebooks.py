@@ -157,6 +157,7 @@ def test_simulate(stored: bool, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> 
     assert pictures == 0
 
 
+@pytest.mark.large  # `test_derivative_examples` has what it computes
 @as_stored
 def test_derivatives(stored: bool, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     ranks = 4 if stored else 2

@@ -102,7 +102,7 @@ def everywhere(preset: str, way: str, micro: int) -> list[list[torch.Tensor]]:
 
 ROWS = [*itertools.product(PRESETS, (1, 2, 4), ("eager", "tree", "units", "whole"), (1, 2))]
 QUICK = [
-    *((preset, 1 + i % 2, "eager", 2 - i % 2) for i, preset in enumerate(PRESETS)),
+    *((preset, 1 + i % 2, "eager", 2 - i % 2) for i, preset in enumerate(PRESETS) if preset != "zero3"),
     ("zero3", 2, "eager", 2), ("hfsdp", 4, "eager", 1), ("zero1", 2, "tree", 2), ("zero3", 2, "units", 1),
 ]  # fmt: skip
 

@@ -33,25 +33,28 @@ def compare(name: str, preset: str, steps: int, dtype: torch.dtype, debug: bool,
 
 
 STEPS = 5 if FULL else 3
+#: a llama is in `test_some_steps_in_float64`; of the others `t5` and `nn.Transformer` have the parts
+ALIKE = ("llama", "gpt2", "bert", "qwen2")
+POISONED = [
+    n if i % 2 == 0 and n not in ALIKE else pytest.param(n, marks=pytest.mark.large) for i, n in enumerate(CASES)
+]
 ROWS = list(product(CASES, ("zero3", "zero2")))
 HALF = [(name, ("zero3", "zero2")[i % 2]) for i, name in enumerate(CASES)]
 # of every second model no released byte is used, below, which has its losses, gradients and weights, too; of the others
 # these come without that
 
 
-@pytest.mark.parametrize(("name", "preset"), marked(ROWS, [*HALF[1:14:4], *HALF[15::2]]))
+@pytest.mark.parametrize(("name", "preset"), marked(ROWS, [HALF[1], *HALF[15::2]]))
 def test_some_steps_in_float64(name: str, preset: str) -> None:
     compare(name, preset, STEPS, torch.float64, False, (1e-9, 1e-9))
 
 
-@pytest.mark.parametrize(("name", "preset"), marked(ROWS, [row for row in ROWS if row not in HALF][::6]))
+@pytest.mark.parametrize(("name", "preset"), marked(ROWS, [row for row in ROWS if row not in HALF][::15]))
 def test_gradients_in_float32_with_released_bytes_poisoned(name: str, preset: str) -> None:
     compare(name, preset, 1, torch.float32, True, (1e-5, float("inf")))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.large) if i % 2 else name for i, name in enumerate(CASES)]
-)
+@pytest.mark.parametrize("name", POISONED)
 def test_no_released_byte_is_used(name: str) -> None:
     """Two steps, so that the order that the first one showed is poisoned too; in float64, to compare weights."""
     compare(name, "zero3", 2, torch.float64, True, (1e-9, 1e-9))

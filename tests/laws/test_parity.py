@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from support.presets import PRESETS
 from support.problems import LOOPS, largest, net, reference, sharded
 from support.ranks import launch
-from support.tables import FULL, each, product
+from support.tables import FULL, each, marked, product
 
 STEPS = 5 if FULL else 2  # AdamW's first one has no history
 
@@ -26,7 +28,10 @@ def test_adamw_steps_equal_the_plain_module(preset: str, ranks: int, loop: str, 
             assert largest(weights, ref_weights) < 1e-9
 
 
-@pytest.mark.parametrize(("preset", "loop", "micro"), each(PRESETS, LOOPS, (1, 3)))
+OF_FLOAT32 = marked([*itertools.product(PRESETS, LOOPS, (1, 3))], [("zero3", "by_unit", 3), ("ddp", "whole", 1)])
+
+
+@pytest.mark.parametrize(("preset", "loop", "micro"), OF_FLOAT32)
 def test_gradients_and_losses_in_float32(preset: str, loop: str, micro: int) -> None:
     (ref_loss, ref_grads, _) = next(iter(reference(2, 1, micro, torch.float32)))
     loss, grads, _ = launch(sharded, (preset, loop, 1, micro, torch.float32), nprocs=2)[0][0]
@@ -34,8 +39,8 @@ def test_gradients_and_losses_in_float32(preset: str, loop: str, micro: int) -> 
     assert largest(grads, ref_grads) < 1e-5
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.large), 4])  # sums of two have one order
+# sums of two have one order
+@pytest.mark.parametrize(("ranks", "loop"), marked([*itertools.product((2, 4), LOOPS)], [(4, "by_unit")]))
 def test_zero3_and_ddp_are_equal_bit_for_bit(ranks: int, loop: str) -> None:
     runs = [launch(sharded, (preset, loop, STEPS, 1, torch.float32), nprocs=ranks)[0] for preset in ("zero3", "ddp")]
     for (loss_a, grads_a, weights_a), (loss_b, grads_b, weights_b) in zip(*runs, strict=True):

@@ -93,7 +93,9 @@ ROWS = [
     for transform in TRANSFORMS for preset in PRESETS for how in (*LOOPS, "driven") for way in WAYS
     if (how, way) != ("driven", "torch.compile")
 ]  # fmt: skip
-ONCE = [(transform, "zero3", "whole", way) for transform in TRANSFORMS for way in ("graph", "lower")]
+ONCE = [(transform, "zero3", "whole", "graph") for transform in TRANSFORMS]
+# a step with `norms` has what these four do: nothing, a clipped norm, clipped values, a factor
+ONCE += [(t, "zero3", "whole", "lower") for t in ("accumulate", "skip_nonfinite", "norms", "one of one's own")]
 ONCE.append(("norms", "zero3", "whole", "torch.compile"))  # T.compile is traced as that is
 
 

@@ -131,7 +131,12 @@ def counted(turns: tuple[str, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "turns", [("eager",) * 4, ("compiled",) * 4, ("compiled", "eager") * 2, ("eager", "compiled") * 2]
+    "turns",
+    [
+        *(pytest.param((way,) * 4, marks=pytest.mark.large) for way in ("eager", "compiled")),
+        ("compiled", "eager") * 2,
+        ("eager", "compiled") * 2,
+    ],
 )
 def test_steps_count_those_that_were_skipped(turns: tuple[str, ...]) -> None:
     ranks = 2 if FULL else 1  # which trace the same

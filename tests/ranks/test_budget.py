@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from support.chains import mean_square as loss_fn
+from support.tables import marked
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
@@ -100,7 +101,9 @@ def trained(nbytes: int, moves: bool, folder: str) -> tuple[Any, int, dict[str, 
     return choice, peak, weights, plan.hash
 
 
-@pytest.mark.parametrize(("share", "moves"), [(2.0, True), (0.7, False), (0.7, True)])
+@pytest.mark.parametrize(
+    ("share", "moves"), marked([(2.0, True), (0.7, False), (0.7, True)], [(2.0, True), (0.7, True)])
+)
 def test_a_budget_is_kept_on_all_ranks_alike_with_the_gradients_of_the_module(
     share: float, moves: bool, tmp_path: Path
 ) -> None:

@@ -13,12 +13,12 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.utils.parametrize as P
 from support.chains import mean_square as loss_of
-from support.tables import each
+from support.tables import FULL, each
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 
-WIDTH = 4
+WIDTH, STEPS = 4, 4 if FULL else 2
 
 
 class Symmetric(nn.Module):
@@ -57,7 +57,7 @@ WAYS = ("driven", "recomputed", "second order", "whole tree", "by hand")
 
 
 def losses(way: str, preset: str, around: str) -> list[float]:
-    """Of four steps; `around`: "steps", "step" or "" has the cache open."""
+    """Of some steps; `around`: "steps", "step" or "" has the cache open."""
     module, mesh = Net(), fsdp.local_mesh()
     params, model = fsdp.functionalize(module)
     spec = fsdp.Spec(mesh, getattr(fsdp, preset)("data"), units=["a", "b", "c"])
@@ -94,7 +94,7 @@ def losses(way: str, preset: str, around: str) -> list[float]:
 
     found = []
     with cached("steps"):
-        for _ in range(4):
+        for _ in range(STEPS):
             with cached("step"):
                 state, loss = step(state)
             found.append(loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
 import subprocess
@@ -310,7 +311,12 @@ def drops(*rates: float) -> Scenario:
 
 
 @pytest.mark.parametrize(
-    ("rates", "count"), [((0.5,) * 4, 1), ((0.0, 0.5, 0.0, 0.5), 2), (tuple(i / 20 for i in range(4)), 4)]
+    ("rates", "count"),
+    [
+        ((0.5,) * 4, 1),
+        pytest.param((0.0, 0.5, 0.0, 0.5), 2, marks=pytest.mark.large),
+        (tuple(i / 20 for i in range(4)), 4),
+    ],
 )
 @each_rank(1)
 def test_layers_that_differ_are_compiled_apart(rates: tuple[float, ...], count: int) -> None:
@@ -531,8 +537,10 @@ class Writes(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.large)])
-@pytest.mark.parametrize("how", ["in place", "by .data ="])
+WRITES = [*itertools.product(("in place", "by .data ="), ("eager", "aot_eager", "inductor"))]
+
+
+@pytest.mark.parametrize(("how", "backend"), marked(WRITES, [("in place", "eager"), ("by .data =", "aot_eager")]))
 @each_rank(1)
 def test_writes_through_data_are_seen_in_the_first_call(how: str, backend: str) -> None:
     """And before they are done: replicated weights are the state's own."""
@@ -575,7 +583,7 @@ def test_the_recompile_limit() -> None:
         assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.large)])
 def test_layers_that_differ_leave_the_recompile_limit_to_others(fullgraph: bool) -> None:
     torch.manual_seed(0)
     layers = nn.ModuleList(Drop(i / 20, i) for i in range(4))

@@ -141,7 +141,7 @@ LOSSES = [penalty, pinn, mean_flow, score, of_dual_numbers, through_weights]
 
 
 @pytest.mark.parametrize(("preset", "ranks"), [
-    *(pytest.param(*row, marks=pytest.mark.large) for row in (("zero2", 2), ("hsdp", 4))), ("ddp", 2), ("zero3", 2),
+    *(pytest.param(*row, marks=pytest.mark.large) for row in (("zero2", 2), ("hsdp", 4), ("ddp", 2))), ("zero3", 2),
 ])  # fmt: skip
 @each_rank("ranks")
 def test_losses_that_people_write(preset: str, ranks: int) -> None:
@@ -236,7 +236,7 @@ def summed(m: Any) -> Any:
     return lambda x: m(x).sum()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.large), 2])
 @each_rank("ranks")
 def test_apply(ranks: int) -> None:
     state, model = start(Smooth().eval(), schedule=fsdp.Schedule(debug=True))
@@ -396,8 +396,9 @@ def compiled(way: str, compiler: str, losses: Sequence[str], rate: float = 0.0) 
 
 
 @pytest.mark.parametrize(("way", "compiler", "losses", "rate", "nprocs"), [
-    ("first", "torch.compile", ["three of them"], 0.0, 1), ("second", "T.compile", ["three of them"], 0.0, 1),
-    ("third", "T.compile", [*INSIDE][:-1] if FULL else FEW, 0.0, 1),
+    ("first", "torch.compile", ["three of them"], 0.0, 1),
+    pytest.param("second", "T.compile", ["three of them"], 0.0, 1, marks=pytest.mark.large),
+    pytest.param("third", "T.compile", [*INSIDE][:-1] if FULL else FEW, 0.0, 1, marks=pytest.mark.large),
     ("third", "T.compile", ["grad", "vmap", "jacrev"], 0.5, 1),
     *(pytest.param(*row, marks=pytest.mark.large) for row in [
         ("first", "T.compile", ["three of them"], 0.0, 2), ("second", "torch.compile", ["three of them"], 0.0, 2),
@@ -410,7 +411,7 @@ def test_transforms_in_compiled_steps(way: str, compiler: str, losses: list[str]
         assert max(found.values()) < 1e-12, found
 
 
-@pytest.mark.parametrize("loss", ["jvp", "jacfwd", "hessian"])
+@pytest.mark.parametrize("loss", ["jvp", pytest.param("jacfwd", marks=pytest.mark.large), "hessian"])
 def test_zero_tangents_of_a_graph_have_memory(loss: str) -> None:
     """Inductor's kernels would read it."""
     params, skeleton = fsdp.functionalize(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
@@ -419,7 +420,7 @@ def test_zero_tangents_of_a_graph_have_memory(loss: str) -> None:
     assert not [node.target for node in graph.graph.nodes if "zerotensor" in str(node.target)]
 
 
-@pytest.mark.parametrize("loss", ["grad", "jvp", "grad of grad"])
+@pytest.mark.parametrize("loss", [pytest.param("grad", marks=pytest.mark.large), "jvp", "grad of grad"])
 def test_graphs_gather_a_unit_anew_for_each_inner_backward(loss: str) -> None:
     """Of gathered weights a step's graph has at most those of two units at once."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])

@@ -58,7 +58,8 @@ def trained(which: str, way: str, steps: int, axes: Any = None, own: Any = None)
 LONG, SHORT = (20, 3) if FULL else (2, 2)  # steps: the order of use is that of the first
 ROWS = [
     ("mlp", "driven", {"data": 2, "tp": 2}, None, LONG), ("mlp", "whole", {"tp": 2, "data": 1}, None, SHORT),
-    ("llama", "driven", {"data": 2, "tp": 2}, None, LONG), ("llama", "driven", {"data": 1, "tp": 2}, SUM, SHORT),
+    pytest.param("llama", "driven", {"data": 2, "tp": 2}, None, LONG, marks=pytest.mark.large),
+    ("llama", "driven", {"data": 1, "tp": 2}, SUM, SHORT),
     ("mlp", "remat", {"data": 1, "tp": 2}, None, SHORT),
     pytest.param("mlp", "units", {"data": 1, "tp": 2}, None, 3, marks=pytest.mark.large),
     pytest.param("mlp", "driven", {"data": 2, "tp": 4}, None, 20, marks=pytest.mark.large),

@@ -104,8 +104,9 @@ ROWS = [
     *((*one, way, "by_unit") for one in ((2, "zero1"), (2, "zero3"), (4, "hsdp"))
       for way in ("eager", "aot_eager", "T.aot_eager")),
     *((2, "zero3", way, "whole") for way in ("inductor", "T.inductor")),
+    (1, "zero3", "T.aot_eager", "by_unit"),  # each rank traces the same
 ]  # fmt: skip
-FEW = [(2, "zero3", "T.aot_eager", "by_unit"), (4, "hsdp", "eager", "by_unit")]
+FEW = [ROWS[-1], (4, "hsdp", "eager", "by_unit")]
 
 
 @pytest.mark.parametrize(("ranks", "preset", "way", "loop"), marked(ROWS, FEW))

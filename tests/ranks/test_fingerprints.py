@@ -293,7 +293,7 @@ def test_what_is_planted_is_found(plant: Any, settings: Any, want: Any) -> None:
         assert "what the first has in step 1" in first.note
 
 
-@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+@pytest.mark.parametrize("preset", [pytest.param("zero3", marks=pytest.mark.large), "ddp"])
 def test_a_wire_in_bfloat16_is_found_though_settings_differ(preset: str) -> None:
     rounded = launched(preset=preset, precision=fsdp.Precision(wire=torch.bfloat16))
     for other in (plain(preset=preset), plain(preset="zero2", nprocs=4), plain(preset="ddp", nprocs=1)):

@@ -112,7 +112,7 @@ WAYS = {
     ),
     "whole": replace(ZERO3, loop=whole),
 }  # fmt: skip
-QUICK = [*WAYS] if FULL else ["zero3", "compiled units", "copies, poisoned", "recomputed", "recorded", "whole"]
+QUICK = [*WAYS] if FULL else ["compiled units", "copies, poisoned", "recomputed", "recorded", "whole"]
 
 
 class Gated(nn.Module):

@@ -324,7 +324,7 @@ def test_what_cannot_work_says_so() -> None:
 # ---------------------------------------------------------------- functions that are given weights
 
 
-@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+@pytest.mark.parametrize("preset", ["zero3", pytest.param("ddp", marks=pytest.mark.large)])
 @each_rank(2)
 def test_ranks_give_weights_to_functions_at_other_places(preset: str) -> None:
     """Weights are those of the plain module on all ranks' data."""

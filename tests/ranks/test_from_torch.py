@@ -120,7 +120,11 @@ def test_every_elementwise_optimizer_of_torch(ranks: int, preset: str, cases: li
     assert launch(beside_torch, (preset, rows), nprocs=ranks) == [[]] * ranks
 
 
-@pytest.mark.parametrize("name", CLASSES)
+#: of those that are elementwise `test_every_elementwise_optimizer_of_torch` has each
+EACH = [n if n in (*REFUSED, *WHOLE, "Adam") else pytest.param(n, marks=pytest.mark.large) for n in CLASSES]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_every_class_works_or_is_refused(name: str) -> None:
     if name in REFUSED:
         with pytest.raises(SpecError, match=rf"from_torch\({name}\): .* cannot work on shards.*{REFUSED[name]}"):

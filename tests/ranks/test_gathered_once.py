@@ -49,7 +49,7 @@ def gathers(seen: Seen, preset: str) -> Counter[str]:
 
 
 ROWS = [(p, how, t) for p in PRESETS for how in ("driven", "by_unit") for t in ("collective", "copy_engine")]
-ONCE = [("zero3", "driven", "collective"), ("hsdp", "by_unit", "collective"), ("zero3", "by_unit", "copy_engine")]
+ONCE = [("zero3", "driven", "collective"), ("zero3", "by_unit", "copy_engine")]
 
 
 @pytest.mark.parametrize(("preset", "how", "transport"), marked(ROWS, ONCE))

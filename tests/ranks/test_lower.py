@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.problems import Stack, through_the_stack
+from support.tables import each
 from torch.utils.flop_counter import FlopCounterMode
 
 import functional_fsdp as fsdp
@@ -44,8 +45,7 @@ def whole(state: fsdp.State, x: torch.Tensor) -> Any:
     return fsdp.step(fsdp.reduce(state, grads)), loss
 
 
-@pytest.mark.parametrize("ranks", [2, 4096])
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize(("ranks", "recompute"), each([2, 4096], [True, False]))
 def test_gathers_and_reductions_are_the_plans(ranks: int, recompute: bool) -> None:
     state = stack(ranks)
     lowered = fsdp.lower(by_unit, state, X, recompute=recompute)
@@ -111,7 +111,11 @@ def test_without_recomputation_a_step_has_the_operations_of_an_eager_one() -> No
 
 @pytest.mark.parametrize(
     ("preset", "gathers", "reductions"),
-    [("ddp", 0, "all_reduce"), ("zero1", DEPTH, "reduce_scatter"), ("zero2", DEPTH, "reduce_scatter")],
+    [
+        ("ddp", 0, "all_reduce"),
+        ("zero2", DEPTH, "reduce_scatter"),
+        pytest.param("zero1", DEPTH, "reduce_scatter", marks=pytest.mark.large),
+    ],
 )
 def test_other_placements_gather_after_the_update_only(preset: str, gathers: int, reductions: str) -> None:
     state = stack(4, getattr(fsdp, preset)("data"))

@@ -131,7 +131,11 @@ def test_every_bit_is_that_of_a_plain_module_with_unpacked_weights(codec: str, c
     same(scenario("zero3", codec, compute), 3, reference(codec, compute, 3, False))
 
 
-@pytest.mark.parametrize("preset", ["zero3", "zero2", "zero1", "ddp", "hsdp", "hfsdp"])
+#: `test_packed_leaves` has them
+OTHERS = [pytest.param(preset, marks=pytest.mark.large) for preset in ("zero2", "zero1", "hsdp")]
+
+
+@pytest.mark.parametrize("preset", ["zero3", "ddp", "hfsdp", *OTHERS])
 def test_in_every_strategy(preset: str) -> None:
     """Ranks have the same data, so that sums along two axes have the same bits."""
     codec = "mxfp8" if preset in ("zero3", "zero1", "hfsdp") else "fp8_block"

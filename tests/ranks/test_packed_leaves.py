@@ -145,14 +145,18 @@ def stage(model: Any, tokens: torch.Tensor, unit: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("preset", "ranks"), [("zero3", 1), pytest.param("zero3", 2, marks=pytest.mark.large), ("zero3", 4)]
+    ("preset", "ranks"), [("zero3", 1), *(pytest.param("zero3", n, marks=pytest.mark.large) for n in (2, 4))]
 )
 def test_many_steps_are_those_of_the_plain_model(preset: str, ranks: int) -> None:
     steps = 50 if FULL else 10
     all_alike(scenario(preset, more={"steps": steps}), ranks, other=reference("nf4", ranks, steps))
 
 
-@pytest.mark.parametrize("preset", ["zero2", "ddp", "zero1", "hsdp", "hfsdp"])
+#: `test_packed_gathers` has them
+OTHERS = [pytest.param(preset, marks=pytest.mark.large) for preset in ("ddp", "hfsdp")]
+
+
+@pytest.mark.parametrize("preset", ["zero2", "zero1", "hsdp", *OTHERS])
 def test_in_every_strategy(preset: str) -> None:
     all_alike(scenario(preset), 4, other=reference("nf4", 4))
 

@@ -47,7 +47,7 @@ WORLDS = [("zero3", 1), ("zero3", 2), ("zero3", 4), ("zero2", 2), ("ddp", 2), ("
 ROWS = [
     ("gradients", "zero3", 1, (0,)),
     ("gradients", "zero3", 2, (59, 79, 5)),
-    ("gradients", "zero2", 2, (11,)),
+    pytest.param("gradients", "zero2", 2, (11,), marks=pytest.mark.large),
     ("gradients", "hsdp", 4, (14,)),
     ("products", "zero3", 1, range(2)),
     ("products", "zero3", 2, (3,)),

@@ -43,7 +43,7 @@ SETTINGS: list[dict[str, Any]] = [
 ROWS = [*itertools.product(PRESETS, DTYPES, PRESETS, DTYPES, [1, 2, 3, 4], range(len(SETTINGS)))]
 
 
-@pytest.mark.parametrize("row", ROWS if FULL else covering(ROWS[::5])[:4], ids=lambda r: "-".join(map(str, r)))
+@pytest.mark.parametrize("row", ROWS if FULL else covering(ROWS[::5])[:3], ids=lambda r: "-".join(map(str, r)))
 def test_any_state_becomes_any_other(row: Any, tmp_path: Any) -> None:
     preset, dtype, other, compute, ranks, i = row
     settings = {**SETTINGS[i], "folder": str(tmp_path / "saved")}

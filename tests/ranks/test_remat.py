@@ -94,12 +94,8 @@ ONCE = [
     *((name, "zero3", 1, "eager") for name in CHANGES),
     ("both", "zero3", 2, "eager"),
     ("offload attn", "ddp", 2, "eager"),
-    ("only offload", "zero2", 2, "eager"),
-    ("save attn", "hfsdp", 2, "eager"),
-    ("offload inputs", "zero1", 2, "eager"),
     ("both", "zero3", 1, "parts"),
-    ("save mlp", "zero2", 1, "units"),
-    ("deeper", "zero3", 2, "units"),
+    ("deeper", "zero3", 1, "units"),
 ]
 
 

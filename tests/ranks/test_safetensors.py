@@ -16,6 +16,7 @@ from support.driven import raised
 from support.presets import PRESETS, ranks_of
 from support.problems import mesh_and_placement
 from support.ranks import launch
+from support.tables import marked
 
 import functional_fsdp as fsdp
 
@@ -101,7 +102,7 @@ def read(preset: str, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("preset", ["hfsdp", pytest.param("zero3", marks=pytest.mark.large), "ddp"])
+@pytest.mark.parametrize("preset", marked([("hfsdp",), ("zero3",), ("ddp",)], [("hfsdp",)]))
 def test_weights_come_in_from_any_source(preset: str, tmp_path: Path) -> None:
     launch(written, ("zero3", str(tmp_path), 400), nprocs=2)
     held = small(3).state_dict()

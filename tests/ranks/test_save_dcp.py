@@ -92,9 +92,11 @@ def test_fsdp2_goes_on_from_what_is_written_here(way: str, kind: str, flat: bool
         torch.testing.assert_close(torch.tensor(again), torch.tensor(losses), rtol=0, atol=1e-6)
 
 
+READ = [(*row, n) for row in (("adamw", "zero3"), ("from_torch", "ddp")) for n in (1, 4)]
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("nprocs", [1, 4])
-@pytest.mark.parametrize(("way", "kind"), [("adamw", "zero3"), ("from_torch", "ddp")])
+@pytest.mark.parametrize(("way", "kind", "nprocs"), marked(READ, [READ[0], READ[-1]]))
 def test_what_is_written_is_read_again(way: str, kind: str, nprocs: int, tmp_path: Path) -> None:
     weights, _ = launch(written, (str(tmp_path / "a"), way, kind), nprocs=nprocs, simulate=True)[0]
     there = fsdp.open_checkpoint(tmp_path / "a")

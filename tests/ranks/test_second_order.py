@@ -336,7 +336,7 @@ def mixed(order: Any) -> list[Tree]:
     return seen
 
 
-@pytest.mark.parametrize("order", [None, "recorded"])
+@pytest.mark.parametrize("order", [pytest.param(None, marks=pytest.mark.large), "recorded"])
 def test_beside_first_order_microbatches(order: Any) -> None:
     model = build("the embedding")
     trained = {path: p for path, p in model.named_parameters() if p.requires_grad}

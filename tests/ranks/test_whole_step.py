@@ -870,7 +870,8 @@ def taking_turns(way: str) -> Losses:
 
 @pytest.mark.parametrize(
     ("of", "ranks", "near"),
-    [(two_states, 2, 1e-12), (looked_at, 1, 1e-12), (cast_automatically, 1, 1e-6), (around, 2, 1e-12),
+    [pytest.param(two_states, 2, 1e-12, marks=pytest.mark.large),
+     (looked_at, 1, 1e-12), (cast_automatically, 1, 1e-6), (around, 2, 1e-12),
      (taking_turns, 1, 1e-12)],
 )  # fmt: skip
 def test_losses_and_weights_are_those_of_eager_steps(of: Callable[[str], Any], ranks: int, near: float) -> None:

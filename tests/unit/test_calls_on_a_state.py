@@ -152,7 +152,7 @@ class Strike:
         return self.inside
 
 
-@pytest.mark.parametrize("name", ["pmean", "full_params"])
+@pytest.mark.parametrize("name", [pytest.param("pmean", marks=pytest.mark.large), "full_params"])
 def test_a_claim_that_an_interrupt_left_behind_keeps_nobody_out(name: str) -> None:
     call: Callable[[fsdp.State], Any] = {"pmean": lambda s: fsdp.pmean(s, 1.0), "full_params": fsdp.full_params}[name]
     users = begin().version.lineage.runtime.users

@@ -77,6 +77,7 @@ def test_lines_stay_where_they_are_and_characters_of_several_bytes_count_once() 
 
 
 @cache
+@cache
 def of_the_package() -> list[Mutant]:
     return mutants_of(ROOT / "functional_fsdp")
 
