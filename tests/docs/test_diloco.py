@@ -142,6 +142,7 @@ def test_outer_steps_in_few_bits(codec: fsdp.Codec, tmp_path: Path) -> None:
     assert (wanted[-1][0]["0.weight"] - plain[-1][0]["0.weight"]).abs().max() > 1e-5
 
 
+@pytest.mark.large  # its functions run above
 @run_as
 def test_the_example_learns_and_says_what_is_apart(run: Callable[..., str]) -> None:
     printed = run("diloco.py")

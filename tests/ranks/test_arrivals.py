@@ -127,7 +127,7 @@ ROWS = [*itertools.product(PRESETS, PRECISIONS, OPTIMIZERS)]
 QUICK = [
     ("zero2", "native", "partition"), ("zero1", "float32", "adamax"),
     ("zero3", "exact, halved", "sgd"), ("ddp", "copies", "adamw"), ("zero3", "mixed in units", "adamw"),
-    ("hfsdp", "cast once", "adamw"), ("zero3", "several mains", "sgd"),
+    ("zero3", "cast once", "adamw"), ("zero3", "several mains", "sgd"),
 ]  # fmt: skip
 
 

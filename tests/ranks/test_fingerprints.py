@@ -460,7 +460,7 @@ def of_many_kinds(name: str, marked: bool) -> list[Any]:
 
 KINDS = ["bfloat16", "recorded", "debug", "sum", "muon", "from torch", "frozen", "tied", "second order", "skip",
          "microbatches", "no step", "experts", "whole leaves"]  # fmt: skip
-OFTEN = ("bfloat16", "muon", "tied", "microbatches", "experts")
+OFTEN = ("muon", "tied", "experts")
 
 
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.large) for n in KINDS])

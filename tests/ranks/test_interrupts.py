@@ -38,7 +38,7 @@ ROWS = [
 @pytest.mark.parametrize(("ranks", "who", "way"), ROWS)
 def test_an_interrupt_at_any_bytecode_costs_nothing(ranks: int, who: list[int], way: str) -> None:
     preset = "zero3" if ranks == 1 else "zero2"
-    assert launch(disturbed, (way, preset, 12 if FULL else 8, 3, who), nprocs=ranks) == [[]] * ranks
+    assert launch(disturbed, (way, preset, 12 if FULL else 6, 3, who), nprocs=ranks) == [[]] * ranks
 
 
 class Optimizer:

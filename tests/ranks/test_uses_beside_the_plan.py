@@ -98,7 +98,9 @@ def a_tree_after_a_pass(second: int, order: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("order", [None, ["a", "b", "b", "a"], ["b", "a", "a", "b"]])
+@pytest.mark.parametrize(
+    "order", [None, pytest.param(["a", "b", "b", "a"], marks=pytest.mark.large), ["b", "a", "a", "b"]]
+)
 def test_a_whole_tree_is_reduced_in_the_order_of_the_plan(order: Any) -> None:
     for second in (300, 5000):
         assert launch(a_tree_after_a_pass, (second, order), nprocs=2, timeout=30) == [[], []]

@@ -318,7 +318,11 @@ def carried(folder: Path, placement: str, axis: str, average: Any) -> None:
 
 @pytest.mark.parametrize(
     ("placement", "axis", "average"),
-    [("zero3", "", "mean"), ("hsdp", "replica", "mean"), ("hsdp", "replica", "sum")],
+    [
+        ("zero3", "", "mean"),
+        pytest.param("hsdp", "replica", "mean", marks=pytest.mark.large),
+        ("hsdp", "replica", "sum"),
+    ],
 )
 def test_copies_files_layouts_and_skipped_steps_carry_it(
     placement: str, axis: str, average: str, tmp_path: Path
