@@ -383,7 +383,7 @@ def right_step(sequence: bool) -> int:
     return stepped(state, model, mesh, 2).steps
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.large), True])
 def test_a_right_own_is_not_refused(sequence: bool) -> None:
     with simulate(data=2, tp=2) as ranks:
         assert ranks(right_step, sequence).get() == [2] * 4

@@ -55,7 +55,7 @@ def reference(steps: int, clip: bool) -> tuple[Tree, list[float]]:
     return dict(model.named_parameters()), norms
 
 
-@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("clip", [pytest.param(False, marks=pytest.mark.large), True])
 def test_every_leaf_has_the_gradient_of_the_mean_over_all_ranks(clip: bool, tmp_path: Path) -> None:
     weights, norms = reference(3, clip)
     for rank, (got, found, loaded) in enumerate(

@@ -13,6 +13,7 @@ import torch.nn as nn
 import torch.utils._pytree as pytree
 from support.chains import mean_square as loss_fn
 from support.ranks import launch
+from support.tables import each
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
@@ -202,8 +203,7 @@ def started_over(preset: str, who: list[int]) -> tuple[bool, int, int]:
     return same(end(state), end(plain)), heard, state.version.lineage.runtime.epoch - epoch
 
 
-@pytest.mark.parametrize("preset", ["zero3", "zero1", "ddp"])
-@pytest.mark.parametrize("who", [[0, 1], [0], [1]], ids=str)
+@pytest.mark.parametrize(("preset", "who"), each(["zero3", "zero1", "ddp"], [[0, 1], [0], [1]]))
 def test_ranks_that_start_over(preset: str, who: list[int]) -> None:
     for rank, (right, heard, restarts) in enumerate(launch(started_over, (preset, who), nprocs=2)):
         assert right

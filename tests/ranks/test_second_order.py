@@ -209,7 +209,7 @@ def beside(preset: str) -> dict[str, bool]:
     return same
 
 
-@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+@pytest.mark.parametrize("preset", ["zero3", pytest.param("ddp", marks=pytest.mark.large)])
 def test_it_changes_nothing_else(preset: str) -> None:
     for same in launch(beside, (preset,), nprocs=2):
         assert all(same.values()), same

@@ -241,8 +241,9 @@ def applied(name: str, debug: bool) -> dict[str, bool]:
     return same
 
 
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("name", ["loose parameters", "resnet", "lstm", "nn.Transformer"])
+@pytest.mark.parametrize(
+    ("name", "debug"), each(["loose parameters", "resnet", "lstm", "nn.Transformer"], [False, True])
+)
 def test_apply_computes_what_the_module_computes(name: str, debug: bool) -> None:
     for same in launch(applied, (name, debug), nprocs=2):
         assert all(same.values()), same
@@ -536,8 +537,7 @@ def skipping(optimizer: str, bad: int, who: int, clip: bool) -> tuple[Tree, list
     return fsdp.full_params(state), skipped, int(state.count), found, len(pytree.tree_leaves(state.opt))
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "clip"), each(OPTIMIZERS, [False, True]))
 def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_every_rank(optimizer: str, clip: bool) -> None:
     expected = launch(skipping, (optimizer, -1, 0, clip), nprocs=2)[0]
     for weights, skipped, count, found, _ in launch(skipping, (optimizer, 1, 1, clip), nprocs=2):

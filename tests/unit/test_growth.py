@@ -307,7 +307,10 @@ def test_states_grow_with_the_units(what: str) -> None:
         assert grows(STATES[what], 12, 2) <= MOST
 
 
-@pytest.mark.parametrize("what", ["shard", "first step", "save", "load", "load by a spec", "redistribute"])
+@pytest.mark.parametrize(
+    "what",
+    ["shard", "first step", "save", "load", pytest.param("load by a spec", marks=pytest.mark.large), "redistribute"],
+)
 def test_states_grow_with_the_leaves(what: str) -> None:
     assert grows(STATES[what], 2, 30, by_leaf=True) <= MOST
 
