@@ -337,8 +337,7 @@ class Trial:
     def longer(self, ways: Sequence[Way]) -> float:
         """Seconds that these ways take more."""
         costs = [self.costs[way] for way in ways]
-        share = returning([(1, cost) for cost in costs], most_freed(self.costs), self.gradients)
-        late = moving(sum(cost.moved for cost in costs), self.forward, self.hardware, share)
+        late = moving(sum(cost.moved for cost in costs), self.forward, self.hardware, self.returning(ways))
         return sum(cost.seconds for cost in costs) + late
 
     @cached_property
