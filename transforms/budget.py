@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from operator import add
 from typing import Any, NamedTuple, TypeVar
 
 import torch.nn as nn
@@ -310,7 +312,8 @@ class Trial:
                 break
             over = peak(ways) - limit
             if over > 0:
-                low, needed = needed, needed + max(over, 1 << 16)
+                low = max(needed, self.reach(ways))
+                needed = low + max(over, 1 << 16)
             else:
                 high, needed, found = needed, needed + over, ways
                 if over > -near:
@@ -328,6 +331,11 @@ class Trial:
         """The ways that free so many bytes of the peak of the model as it is, in the least time."""
         needs = [needed - lower for lower in self.lower]
         return best(self.costs, needs, self.forward, self.hardware, self.gradients)
+
+    def reach(self, ways: Sequence[Way]) -> float:
+        """The bytes that these ways are taken to free of that peak."""
+        freed = accumulate((self.costs[way].freed for way in ways), initial=0.0)
+        return min(map(add, freed, self.lower))
 
     def frugal(self) -> list[Way]:
         """The ways that free most."""
@@ -347,13 +355,14 @@ class Trial:
         paths = tuple(f"{path}." for path in self.budget.paths)
         blocks = {
             unit.name: {path for path in paths for leaf in unit.paths if leaf.startswith(path)}
-            for unit in self.state.layout.units if unit.paths[0].startswith(paths)
-        }  # fmt: skip
+            for unit in self.state.layout.units
+        }
         lower, over = [memory.peak] * (self.count + 1), set[str]()
         for (unit, _), most in zip(memory.stretches, memory.profile, strict=True):
-            over |= blocks.get(unit, set())
-            left = self.count - len(over)
+            new = blocks.get(unit, set()) - over
+            left = self.count - len(over) - bool(new)  # where the backward is in the first of these
             lower[left] = min(lower[left], memory.peak - most)
+            over |= new
         return lower
 
     @cached_property

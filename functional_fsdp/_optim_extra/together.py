@@ -99,6 +99,9 @@ class AllLeaves(WholeLeaves):
 
     # ---- a step
 
+    def _labels(self, main: Tree) -> list[str]:
+        return [LABEL]
+
     def _updated(
         self, given: Leaves, grads: Tree, opt: Trees, main: Tree, rates: Rates, sender: Sender
     ) -> tuple[Tree, Trees]:

@@ -308,10 +308,13 @@ class WholeLeaves(UpdatesSome):
         hand_over(other, torch.zeros_like(param))
         return self._made(label, [param, other], [held, None], [name, "another"])
 
+    def _labels(self, main: Tree) -> list[str]:
+        """By which a step makes its instances."""
+        return labels_of(buffer.bucket for buffer in main.values())
+
     def _rates(self, main: Tree, count: torch.Tensor) -> Rates:
         """By label the rates of this count, where it is a function that says them."""
-        labels = labels_of(buffer.bucket for buffer in main.values())
-        rates = {label: by_label("lr", self.options.get("lr"), label) for label in labels}
+        rates = {label: by_label("lr", self.options.get("lr"), label) for label in self._labels(main)}
         return {label: at("lr", rate, label, count) for label, rate in rates.items() if callable(rate)}
 
     def _stepped(self, label: str, optimizer: Any, rates: Rates, what: str) -> None:

@@ -17,7 +17,7 @@ from support.tables import marked
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
-from functional_fsdp.transforms.budget import KEPT, Cost, Trial, Way, best
+from functional_fsdp.transforms.budget import KEPT, Budget, Cost, Trial, Way, best
 from functional_fsdp.transforms.step_memory import rehearse
 
 WIDTH, BLOCKS, ROWS = 32, 2, 256
@@ -212,6 +212,34 @@ def test_the_first_blocks_free_enough_for_those_after_them() -> None:
     assert best(costs, [0, 0, 0, 0, 165], 1.0, hardware) == (cheap, cheap, cheap, KEPT)
     assert best(costs, [0, 0, 165, 0, 165], 1.0, hardware) == (again, again, KEPT, KEPT)
     assert best(costs, [0, 0, 201, 0, 165], 1.0, hardware) is None
+
+
+def test_a_choice_that_is_over_the_budget_is_not_tried_again() -> None:
+    """Of two blocks more is expected than is needed, and a little too little comes: three are enough."""
+    again, gib = Way(True), 1 << 30
+    trial: Any = Trial.__new__(Trial)
+    trial.costs = {KEPT: Cost(0, 0, 0), again: Cost(gib, 0.01, 0)}
+    trial.lower, trial.forward, trial.gradients = [*[10 * gib] * 8, 0], 1.0, 0.0
+    trial.budget, trial.hardware = Budget(8 * gib, ("block",) * 8, False, None), fsdp.Hardware.named("H100")
+    seen = []
+
+    def peak(ways: tuple[Way, ...]) -> int:
+        seen.append(ways)
+        return 10 * gib - ways.count(again) * gib * 3 // 4
+
+    found, *_ = trial.fitting(10 * gib, 10 * gib - gib * 31 // 20, peak)
+    assert found == (*(again,) * 3, *(KEPT,) * 5)
+    assert seen == [(*(again,) * 2, *(KEPT,) * 6), found]
+
+
+@pytest.mark.parametrize("units", [["blocks.*"], [("blocks.0", "blocks.1")], ["blocks.*.*"]])
+def test_as_few_blocks_recompute_whatever_the_units_are(units: Any) -> None:
+    params, model = fsdp.functionalize(net())
+    state = fsdp.abstract_state(params, fsdp.Spec({"data": 2}, units=units), fsdp.sgd(lr=0.1))
+    before = T.step_memory(T.forward_backward(model, loss_fn), state, data(1)).peak
+    forward_backward = T.forward_backward(T.budget(model, before - 1, moves=False), loss_fn)
+    assert T.step_memory(forward_backward, state, data(1)).peak < before
+    assert forward_backward.choice.ways["blocks.1"] == "kept"
 
 
 def test_where_no_estimate_fits_blocks_are_not_moved_if_that_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:

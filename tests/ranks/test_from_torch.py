@@ -916,10 +916,11 @@ class FromFirstRate(torch.optim.SGD):
                 p.mul_(1 - 0.1 * group["lr"] / self.first).sub_(group["lr"] * p.grad)
 
 
-@pytest.mark.parametrize("by", [None, "leaf"])
-def test_a_rate_that_changes_changes_groups_only(by: Any) -> None:
+@pytest.mark.parametrize("labels", [{}, {"*": "some"}])
+@pytest.mark.parametrize("by", [None, "leaf", "all"])
+def test_a_rate_that_changes_changes_groups_only(by: Any, labels: Any) -> None:
     optimizer = fsdp.from_torch(FromFirstRate, lr=lambda count: 0.5 / (1 + count), by=by)
-    state = stepped(fsdp.shard(tree(0), Spec(fsdp.local_mesh()), optimizer), range(4))
+    state = stepped(fsdp.shard(tree(0), Spec(fsdp.local_mesh(), labels=labels), optimizer), range(4))
     params = tree(0)
     own = FromFirstRate([*params.values()], lr=0.5)
     for step in range(4):

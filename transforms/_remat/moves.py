@@ -222,7 +222,7 @@ class MoveOrder:
             the device is still taken, the number and the call.
         wholes: by driver, the last forward that has come to its end, if something was moved in it. whole: that of the
             one that runs. uses: how far this one is. moved: its calls that moved something, with the use in which they
-            were over. lighter: by use that recomputes, the share of what it lets go.
+            were over. lighter: by use that recomputes, and moves nothing, the share of what it lets go.
     """
 
     def __init__(self) -> None:
@@ -251,6 +251,7 @@ class MoveOrder:
                 self.moved = [one for one in self.moved if one[1]() is not None]
             self.moved.append((self.uses, weakref.ref(group)))
             group.at = self.uses
+            self.lighter.pop(self.uses, None)
         room = max(1, self._room())
         self._settle([one for one in self._taken() if one[0] < group.began], room - 1, group.captured)
         self.taken.append((self.over, weakref.ref(group)))
@@ -265,6 +266,7 @@ class MoveOrder:
         fresh, self.fresh = self.fresh, False
         if fresh and forward > 1:
             self.driver = weakref.ref(driver)
+            self.lighter = dict.fromkeys(range(1, forward - 1), 1.0)  # perhaps: they came before the first move
         elif forward <= 1 and not backward:
             self.driver = weakref.ref(driver) if forward else None
             self.uses, self.moved, self.lighter = 0, [], {}
@@ -287,8 +289,8 @@ class MoveOrder:
             self._settle(some, max(0, self._room()), captured)
 
     def recomputes(self, keeps: float) -> None:
-        """The use that runs keeps only this share of what moved ones would."""
-        if not self.differentiating:
+        """The use that runs keeps only this share of what moved ones would; if it moves nothing itself."""
+        if not self.differentiating and not (self.moved and self.moved[-1][0] == self.uses):
             self.lighter[self.uses] = max(1 - keeps, self.lighter.get(self.uses, 0.0))
 
     def _progress(self, until: int | None = None) -> Progress:
