@@ -550,8 +550,8 @@ class WholeLeaves(UpdatesSome):
 
     def _graph_text(self) -> str:
         return (
-            f"{name_of(self.cls)}: owners run the class's own Python in each step, which no graph can hold. Leave the "
-            "update out of the graph, or use a class that is elementwise."
+            f"{name_of(self.cls)}: the class's own Python runs in each step, with whole leaves, which no graph can "
+            "hold. Leave the update out of the graph, or use a class that is elementwise."
         )
 
     @traced_as(_in_graph)

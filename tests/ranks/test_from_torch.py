@@ -594,12 +594,13 @@ def test_a_class_with_modes_takes_its_steps_in_the_one_for_steps(by: Any) -> Non
     assert same(fsdp.full_params(stepped(state, range(2))), plainly(torch.optim.SGD, 2, lr=0.1)[0])
 
 
-def test_no_graph_has_whole_leaves() -> None:
+@pytest.mark.parametrize("by", ["leaf", "all"])
+def test_no_graph_has_whole_leaves(by: Any) -> None:
     def train_step(state: fsdp.State, grads: Tree) -> fsdp.State:
         return fsdp.step(fsdp.reduce(state, grads))
 
-    state = fsdp.shard(tree(0), Spec(fsdp.local_mesh()), fsdp.from_torch(Rows))
-    text = r"from_torch\(Rows\): owners run the class's own Python in each step, which no"
+    state = fsdp.shard(tree(0), Spec(fsdp.local_mesh()), fsdp.from_torch(Rows, by=by))
+    text = r"from_torch\(Rows\): the class's own Python runs in each step, with whole leaves, which no graph"
     with pytest.raises(Exception, match=text):
         T.compile(train_step)(state, tree(1))
 
