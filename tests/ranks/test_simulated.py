@@ -235,16 +235,19 @@ def test_an_error_names_its_rank_and_comes_from_the_ranks_own() -> None:
     assert "Stopped while still running: rank 0, 2." in str(caught.value)
 
 
-def test_the_first_line_of_an_error_is_the_error_and_not_what_was_noted_on_it() -> None:
+@pytest.mark.parametrize("source", ["raise ValueError('what went wrong')", "it is no code"])
+def test_the_first_line_of_an_error_is_the_error_and_not_what_was_noted_on_it(source: str) -> None:
     def noted() -> None:
-        error = ValueError("what went wrong")
-        error.add_note("In the backward of the module 'x'.")
-        raise error
+        try:
+            exec(source)
+        except Exception as error:
+            error.add_note("In the backward of the module 'x'.")
+            raise
 
     with simulate(data=1) as ranks, pytest.raises(LaunchError) as caught:
         ranks(noted)
     first, _, rest = str(caught.value).partition("\n")
-    assert first.endswith("rank 0 of 1 failed: ValueError: what went wrong")
+    assert first.endswith(("rank 0 of 1 failed: ValueError: what went wrong", "1 failed: SyntaxError: invalid syntax"))
     assert "In the backward of the module 'x'." in rest
 
 

@@ -429,8 +429,10 @@ class Noting(nn.Linear):
     def forward(self, x: torch.Tensor, seen: list[torch.Tensor], notes: dict[str, Any]) -> torch.Tensor:  # type: ignore[override]
         y = super().forward(x.to(self.weight.dtype))
         seen.append(y.square().mean())
+        notes["seen"].append(y.sin().mean())
         notes["sum"] = notes.get("sum", 0) + y.mean()
         notes.pop("first", None)
+        notes["last"] = notes.pop("last") * 2
         return y
 
 
@@ -443,17 +445,20 @@ class Noted(nn.Module):
         self.a, self.b = Noting(4, 4), Noting(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        seen, notes = [x.mean()], {"first": x, "x": x}
+        seen: list[Any] = [x.mean()]
+        notes = {"first": x, "last": x, "x": x, "seen": seen}
         y = self.b(self.a(x, seen, notes).tanh(), seen, notes)
-        assert [*notes] == ["x", "sum"]
+        assert [*notes] == ["x", "seen", "sum", "last"]
         assert notes["x"] is x
+        assert notes["seen"] is seen
         total: torch.Tensor = y.square().mean() + sum(seen) + notes["sum"]
         return total
 
 
 @pytest.mark.parametrize("how", ["cast", "grad", "hvp"])
 def test_what_a_module_writes_to_a_list_or_a_dict_is_there(how: str) -> None:
-    """Where tensors that it is given are replaced by others, the list has others, too."""
+    """Where tensors that it is given are replaced by others, the list has others, too; a list that is there twice is
+    one."""
     state, model = made(Noted(), precision=CAST if how == "cast" else fsdp.Precision())
     plain = Noted()
     if how == "hvp":
@@ -473,7 +478,31 @@ def test_what_a_module_writes_to_a_list_or_a_dict_is_there(how: str) -> None:
         return found
 
     state, loss = T.forward_backward(model, loss_fn)(state, X)
-    assert loss == loss_fn(plain.bfloat16() if how == "cast" else plain, X)
+    right = loss_fn(plain.bfloat16() if how == "cast" else plain, X)
+    right.backward()
+    assert loss == right
+    shards = fsdp.local_shards(fsdp.finish_reductions(state), "grads")
+    for path, p in plain.named_parameters():
+        assert p.grad is not None
+        torch.testing.assert_close(shards[path].flatten().to(p.grad.dtype), p.grad.flatten())
+
+
+def test_buffers_that_a_module_changes_in_a_jvp_are_dropped() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+    state, model = made(plain)
+    before = {path: buffer.clone() for path, buffer in state.buffers.items()}
+    params = {path: p.detach() for path, p in plain.named_parameters()}
+
+    def of(params: Any) -> Any:
+        buffers = {path: buffer.clone() for path, buffer in plain.named_buffers()}
+        return torch.func.functional_call(plain, {**params, **buffers}, (X,))
+
+    right = torch.func.jvp(of, (params,), (params,))
+    state, found = T.jvp(model)(state, state.main, X)
+    torch.testing.assert_close(found, right)
+    assert all(torch.equal(buffer, before[path]) for path, buffer in state.buffers.items())
+    assert before
 
 
 def test_inputs_are_cast_by_rule() -> None:

@@ -6,7 +6,8 @@ import gc
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -100,13 +101,13 @@ class Noting(nn.Linear):
 
 
 class Writes(Block):
-    """Writes to a dict, has its part write to a list in it, and reads both."""
+    """Writes to a dict, has its part write to a list in it, which it is given besides, and reads both."""
 
     def __init__(self) -> None:
         super().__init__(Noting(WIDTH, WIDTH))
 
-    def forward(self, x: torch.Tensor, notes: dict[str, Any]) -> torch.Tensor:  # type: ignore[override]
-        y = self.part(self.before(x).tanh(), notes["seen"])
+    def forward(self, x: torch.Tensor, notes: dict[str, Any], seen: Any = None) -> torch.Tensor:  # type: ignore[override]
+        y = self.part(self.before(x).tanh(), seen)
         notes["all"] = notes["all"] * (1 + y.square().mean())
         return self.after(y * notes["seen"][-1] * notes["all"]).tanh() * len(notes["seen"])
 
@@ -119,7 +120,7 @@ class Written(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         notes: dict[str, Any] = {"all": x.mean() + 1, "seen": [x.mean()]}
         for block in self.blocks:
-            x = block(x, notes)
+            x = block(x, notes, seen=notes["seen"])
         out: torch.Tensor = x + sum(notes["seen"]) + notes["all"]
         return out
 
@@ -128,14 +129,81 @@ def test_what_is_computed_again_finds_lists_and_dicts_as_they_were() -> None:
     same(Written, None, "save", pattern="blocks.*", steps=1)
 
 
-def test_what_is_written_within_a_jvp_is_refused() -> None:
-    def slope(model: Any, x: torch.Tensor) -> torch.Tensor:
-        _, along = torch.func.jvp(model, (x,), (torch.ones_like(x),))  # type: ignore[misc]
-        found: torch.Tensor = along.square().mean()
-        return found
+class Stacks(Block):
+    """Puts something onto a stack, from which its caller takes it."""
 
+    def forward(self, x: torch.Tensor, stack: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        y = self.part(self.before(x).tanh())
+        stack.append(y)
+        return self.after((y * len(stack)).sin()).tanh()
+
+
+class Stacked(nn.Module):
+    stack: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Stacks(), Stacks()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, self.stack)
+        return x * self.stack.pop() * self.stack.pop()
+
+
+def test_what_is_computed_again_leaves_a_stack_as_it_is() -> None:
+    same(Stacked, None, "save", pattern="blocks.*", steps=1)
+    assert not Stacked.stack
+
+
+class Reads(Noting):
+    """Its caller writes to the list, it only reads it; or it writes, too."""
+
+    writes = False
+
+    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        y = super().forward(x, seen if self.writes else [])
+        return (y + sum(seen)).tanh() * (1 + len(seen))
+
+
+class Read(nn.Module):
+    def __init__(self, writes: bool = False, blocks: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Reads(WIDTH, WIDTH) for _ in range(blocks)])
+        for block in self.blocks:
+            block.writes = writes  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        for block in self.blocks:
+            x = block(x, seen)
+            seen.append(x.mean())
+        out: torch.Tensor = x + sum(seen)
+        return out
+
+
+def slope(model: Any, x: torch.Tensor) -> torch.Tensor:
+    _, along = torch.func.jvp(model, (x,), (torch.ones_like(x),))  # type: ignore[misc]
+    found: torch.Tensor = along.square().mean()
+    return found
+
+
+def beside(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """In the jvp the model does not move."""
+    out, along = torch.func.jvp(lambda t: model(x) * t, (x,), (torch.ones_like(x),))  # type: ignore[misc]
+    found: torch.Tensor = (out * along).mean()
+    return found
+
+
+@pytest.mark.parametrize(("make", "loss_fn"), [(Read, slope), (partial(Read, True), beside), (Written, beside)])
+def test_lists_and_dicts_in_a_jvp(make: Callable[[], nn.Module], loss_fn: Any) -> None:
+    same(make, None, pattern="blocks.*", steps=1, loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("make", [Written, partial(Read, True, 1)], ids=["with tensors", "empty"])
+def test_what_is_written_within_a_jvp_is_refused(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(fsdp.ScheduleError, match=r"remat: a module in a jvp writes to a (dict|list) .*Have it return"):
-        trained(Written, lambda m: T.remat(m, "blocks.*"), slope, steps=1)
+        trained(make, lambda m: T.remat(m, "blocks.*"), slope, steps=1)
 
 
 # ---------------------------------------------------------------- buffers and attributes

@@ -34,7 +34,7 @@ from functional_fsdp.extend import Session, alone, lineage_of, separate_gradient
 
 from .._modules.unit_modules import Leaf
 from ..norms import Buffers, check_tree
-from .apply import apply
+from .apply import Forward, apply
 from .driver import eager_only
 from .forward_backward import forward_backward
 from .levels import outside_levels
@@ -455,12 +455,21 @@ def jvp(model: nn.Module, fn: Function | None = None) -> Callable[..., tuple[Sta
         >>> along = T.jvp(model, loss_fn)
         >>> state, (loss, slope) = along(state, state.main, batch)  # how the loss changes as all weights grow
     """
-    driven = apply(model, moved(_called if fn is None else fn), training=True)
+    driven, of = Forward("jvp", model), _called if fn is None else fn
 
     def f(state: State, tangents: Buffers, *args: Any, **kwargs: Any) -> tuple[State, tuple[Any, Any]]:
         check_tree(state, tangents, "jvp: the vector", state.layout.trainable)
         shards(state, tangents)  # waits for gradients under way
-        return driven(state, tangents, *args, **kwargs)
+
+        def inside(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            driven.lend(state)
+            return of(model, *args, **kwargs)
+
+        with driven.running(state) as driver:
+            moving = moved(inside)(driver.model, tangents, *args, **kwargs)
+            driver.release()
+            session, state = driver.session, driver.state
+        return session.rest(state), moving
 
     return alone(f, "jvp", traced=eager_only("jvp"))
 

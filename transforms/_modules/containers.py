@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
-from functional_fsdp import ScheduleError
+from .unit_modules import PLAIN
 
-from .unit_modules import PLAIN, map_tensors
-
-__all__ = ["as_before", "contents_by_id", "on_copies", "written"]
+__all__ = ["Remake", "contents_by_id", "on_copies", "written"]
 
 Contents = dict[Any, Any]  # by index, key or field
+Before = Mapping[int, tuple[Any, Contents]]  # by id: a container, and what it had then
 
 
 def contents(value: Any) -> Contents | None:
@@ -38,109 +38,101 @@ def contents(value: Any) -> Contents | None:
     return None
 
 
-def contents_by_id(value: Any) -> dict[int, tuple[Any, Contents]]:
-    """The containers in this that can be written to, and what each has now."""
-    has = contents(value)
-    if has is None:
-        return {}
-    found = {} if isinstance(value, tuple) else {id(value): (value, has)}
-    for item in has.values():
-        found |= contents_by_id(item)
+def contents_by_id(*values: Any) -> dict[int, tuple[Any, Contents]]:
+    """The containers in these that can be written to, and what each has now."""
+    found: dict[int, tuple[Any, Contents]] = {}
+    left = [*values]
+    while left:
+        value = left.pop()
+        if id(value) not in found and (has := contents(value)) is not None:
+            if not isinstance(value, tuple):
+                found[id(value)] = value, has
+            left += has.values()
     return found
 
 
-def written(before: Mapping[int, tuple[Any, Contents]]) -> bool:
-    """Whether a container has other things than then."""
-    return any(not _same(contents(value), had) for value, had in before.values())
+def written(before: Before) -> set[int]:
+    """The ids of containers that have other things than then."""
+    return {key for key, (value, had) in before.items() if not _same(contents(value), had)}
 
 
-def as_before(value: Any, before: Mapping[int, tuple[Any, Contents]]) -> Any:
-    """The value with what its containers had then: copies of those that have been written to since."""
-    now = contents(value)
-    if now is None:
-        return value
-    had = before[id(value)][1] if id(value) in before else now
-    wanted = {key: as_before(item, before) for key, item in had.items()}
-    if _same(wanted, now):
-        return value
-    if isinstance(value, tuple):
-        return type(value)(*wanted.values()) if hasattr(value, "_fields") else type(value)(wanted.values())
-    made = copy.copy(value)
-    _write(made, wanted)
-    return made
+class Remake:
+    """Makes values with other things in their containers. What is there twice is made once.
+
+    Args:
+        new: what comes in the place of something that is no container.
+        before: what containers are to have: what they had then.
+        anew: the ids of containers of which copies are made in any case; of others where something in them is other.
+    """
+
+    def __init__(
+        self, new: Callable[[Any], Any] = lambda item: item, before: Before | None = None, anew: Collection[int] = ()
+    ) -> None:
+        self.new, self.before, self.anew = new, before or {}, anew
+        self.made: dict[int, tuple[Any, Any]] = {}  # by id: what was given, and what was made of it
+
+    def __call__(self, value: Any) -> Any:
+        """What is made of this."""
+        if isinstance(value, PLAIN) and not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in self.made:
+            has = contents(value)
+            self.made[id(value)] = value, self.new(value) if has is None else self._container(value, has)
+        return self.made[id(value)][1]
+
+    def _container(self, value: Any, has: Contents) -> Any:
+        _, had = self.before.get(id(value), (value, has))
+        wanted = {key: self(item) for key, item in had.items()}
+        if id(value) not in self.anew and _same(wanted, has):
+            return value
+        if isinstance(value, tuple):
+            return type(value)(*wanted.values()) if hasattr(value, "_fields") else type(value)(wanted.values())
+        made = copy.copy(value)
+        _write(made, wanted)
+        return made
 
 
 def on_copies(
-    run: Callable[[Any, Any], Any], fn: Callable[[torch.Tensor], torch.Tensor], args: Any, kwargs: Any, refuse: str = ""
+    run: Callable[[Any, Any], Any], fn: Callable[[torch.Tensor], torch.Tensor], args: Any, kwargs: Any
 ) -> Any:
-    """`run(args, kwargs)` with `fn` applied to each tensor in the arguments. Containers of such tensors are copies.
-
-    What `run` writes to these is carried over to the caller's own, or is an error that begins with `refuse`.
-
-    Raises:
-        ScheduleError: see `refuse`.
-    """
-    theirs: dict[int, tuple[Any, Any]] = {}  # for what `run` is given, that, and what the caller has
-
-    def made(t: torch.Tensor) -> torch.Tensor:
-        new = fn(t)
-        if new is not t:
-            theirs[id(new)] = new, t
-        return new
-
-    given = map_tensors(made, args), map_tensors(made, kwargs)
-    copies = [
-        (old, new, contents(new)) for old, new in _pairs((args, *kwargs.values()), (given[0], *given[1].values()))
-    ]
+    """`run(args, kwargs)` with `fn` applied to each tensor in these. Containers of such tensors are copies, and what
+    `run` writes to them is carried over to the caller's own."""
+    copies = Remake(lambda item: fn(item) if isinstance(item, torch.Tensor) else item)
+    given = [copies(item) for item in args], {key: copies(item) for key, item in kwargs.items()}
+    made = [*copies.made.values()]
+    before = {id(new): (new, has) for old, new in made if new is not old and (has := contents(new)) is not None}
     out = run(*given)
-    theirs.update((id(new), (new, old)) for old, new, _ in copies)
-
-    def own(item: Any) -> Any:
-        return theirs[id(item)][1] if id(item) in theirs else map_tensors(own, item) if contents(item) else item
-
-    for old, new, before in copies:
-        now = contents(new)
-        assert now is not None
-        if _same(now, before):
-            continue
-        if refuse:
-            raise ScheduleError(
-                f"{refuse} writes to a {type(old).__name__} that it was given, of which it has a copy there. Have it "
-                "return what it writes."
-            )
-        _write(old, {key: own(item) for key, item in now.items()})
+    if before:
+        own = Remake()
+        own.made.update({id(new): (new, old) for old, new in made})
+        for key in written(before):
+            new, old = own.made[key]
+            _write(old, {place: own(item) for place, item in (contents(new) or {}).items()})
     return out
-
-
-def _pairs(old: Any, new: Any) -> Iterator[tuple[Any, Any]]:
-    """Containers, and what `map_tensors` made of them, where that is another one."""
-    has = contents(old)
-    if new is old or has is None:
-        return
-    if not isinstance(old, tuple):
-        yield old, new
-    others = contents(new)
-    assert others is not None
-    for key, item in has.items():
-        yield from _pairs(item, others[key])
 
 
 def _same(some: Contents | None, others: Contents | None) -> bool:
     return some is not None and others is not None and [*some] == [*others] and all(
-        item is others[key] for key, item in some.items()
+        item is others[key] or (isinstance(item, PLAIN[1:]) and item == others[key]) for key, item in some.items()
     )  # fmt: skip
 
 
 def _write(value: Any, items: Contents) -> None:
-    """Have a container have this."""
+    """Have a container have this, in this order."""
     if isinstance(value, list):
         value[:] = items.values()
-    elif isinstance(value, MutableMapping):
-        for key in list(value.keys()):
-            if key not in items:
-                del value[key]
-        for key, item in items.items():
-            value[key] = item
-    else:
+        return
+    now = contents(value) or {}
+    if not isinstance(value, MutableMapping):
         for name, item in items.items():
-            object.__setattr__(value, name, item)
+            if item is not now[name]:
+                object.__setattr__(value, name, item)
+        return
+    stay = [key for key in now if key in items]
+    in_order = not isinstance(value, dict | UserDict) or stay == [*items][: len(stay)]
+    for key in [*now]:
+        if not in_order or key not in items:
+            del value[key], now[key]
+    for key, item in items.items():
+        if key not in now or now[key] is not item:
+            value[key] = item

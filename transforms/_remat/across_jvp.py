@@ -14,7 +14,7 @@ import torch
 from functional_fsdp import ScheduleError
 from functional_fsdp._seams import torch_private
 
-from .._modules.containers import on_copies
+from .._modules.containers import Remake, contents_by_id, on_copies, written
 from .._modules.unit_modules import map_tensors
 
 __all__ = ["across_jvp", "in_one_jvp", "keeps_nothing"]
@@ -47,7 +47,8 @@ def across_jvp(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwarg
     and then tangents.
 
     Raises:
-        ScheduleError: `what` was called inside of more than one transform, or of another than jvp.
+        ScheduleError: `what` was called inside of more than one transform, or of another than jvp; fn writes to a
+            container that it is given.
     """
     levels = torch_private.func_levels()
     if not in_one_jvp():
@@ -58,7 +59,7 @@ def across_jvp(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwarg
             "T.vjp(T.remat(stage), w, h) or T.forward_backward. Where a loss takes derivatives by torch.func, give it "
             "a model that does not recompute."
         )
-    writes = f"{what.partition(':')[0]}: a module in a jvp"
+    before = contents_by_id(args, kwargs)
     level = levels[0].level()
     values: list[torch.Tensor] = []  # of what is dual
     tangents: list[torch.Tensor] = []
@@ -83,10 +84,18 @@ def across_jvp(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwarg
         structure: Any = None
 
         def inside(*duals: torch.Tensor) -> Any:
-            def put(t: torch.Tensor) -> torch.Tensor:
-                return duals[number[id(t)]] if id(t) in number else others[id(t)]
+            def put(item: Any) -> Any:
+                return duals[number[id(item)]] if id(item) in number else others.get(id(item), item)
 
-            out = on_copies(lambda args, kwargs: fn(*args, **kwargs), put, args, kwargs, writes)
+            made = Remake(put, before)
+            given = made(args), made(kwargs)
+            found = contents_by_id(*given)
+            out = fn(*given[0], **given[1])
+            for key in written(found):
+                raise ScheduleError(
+                    f"{what.partition(':')[0]}: a module in a jvp writes to a {type(found[key][0]).__name__} that it "
+                    "was given, and what it writes is of a level that ends with it. Have it return what it writes."
+                )
             moving: dict[int, torch.Tensor] = {}
 
             def look(t: torch.Tensor) -> torch.Tensor:
@@ -105,7 +114,7 @@ def across_jvp(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwarg
 
     if not values:  # nothing in it moves
         with torch_private.without_func_levels():
-            return run(fn, *map_tensors(lambda t: others[id(t)], args), **map_tensors(lambda t: others[id(t)], kwargs))
+            return on_copies(lambda args, kwargs: run(fn, *args, **kwargs), lambda t: others[id(t)], args, kwargs)
     with torch_private.without_func_levels():
         structure, *results = run(outside, *values, *tangents)
     n = len(results) // 2

@@ -12,7 +12,7 @@ from functional_fsdp import FsdpError, ScheduleError
 from functional_fsdp.extend import computes_on
 
 from .._drive.buffers import version
-from .._modules.containers import as_before, contents_by_id
+from .._modules.containers import Remake, contents_by_id, written
 from .._modules.unit_modules import each_leaf
 from .moves import storage_of
 
@@ -28,18 +28,25 @@ class GivenInputs:
     Attributes:
         device: where the call computes.
         storages: on which tensors among them lie.
-        containers: lists, mappings and dataclasses among them, and what they had: the forward may write to them.
+        containers: lists, mappings and dataclasses among them, and what they had.
+        writes: the ids of those that the forward has written to, as the recomputation will.
         caches: objects that keep keys and values of attention (Hugging Face's `Cache`).
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         deeper = [x for x in args if not isinstance(x, torch.Tensor)]
-        self.later = [(t, version(t)) for t in each_leaf((deeper, kwargs)) if isinstance(t, torch.Tensor)]
+        leaves = [*each_leaf((deeper, kwargs))]
+        self.later = [(t, version(t)) for t in leaves if isinstance(t, torch.Tensor)]
         tensors = [x for x in args if isinstance(x, torch.Tensor)] + [t for t, _ in self.later]
         self.device = computes_on(tensors)
         self.storages = {*map(storage_of, tensors)}
-        self.containers = contents_by_id((*deeper, *kwargs.values()))
-        self.caches = [x for x in each_leaf((deeper, kwargs)) if hasattr(x, "get_seq_length")]
+        self.containers = contents_by_id(*deeper, *kwargs.values())
+        self.writes: set[int] = set()
+        self.caches = [x for x in leaves if hasattr(x, "get_seq_length")]
+
+    def end(self) -> None:
+        """The forward is over."""
+        self.writes = written(self.containers)
 
     def refuse_caches(self, error: RuntimeError) -> None:
         """Raise what an error of the recomputation means if the forward has put keys and values into a cache.
@@ -67,7 +74,8 @@ class GivenInputs:
                     f"remat: an input of shape {tuple(t.shape)} was changed in place since the forward, and what is "
                     "computed again from it would be something else. Change a copy: .clone()."
                 )
-        return as_before(args, self.containers), as_before(kwargs, self.containers)
+        made = Remake(before=self.containers, anew=self.writes)
+        return made(args), made(kwargs)
 
 
 def storages_in(tree: Any, which: Callable[[torch.Tensor], bool] = lambda t: True) -> set[int]:

@@ -66,6 +66,7 @@ class RegionForward:
                 out = region.fn(*args, **kwargs)
             if region.state is not None:
                 region.state.end()
+            region.given.end()
             self._end_draws()
             self._keep_outputs()
         except BaseException:
@@ -142,14 +143,14 @@ class RegionForward:
         moves = region.moves_of(call.part)
         before = region.state.look(call.module) if region.state is not None else None
         given = [(t, version(t)) for t in each_leaf((call.args, call.kwargs)) if isinstance(t, torch.Tensor)]
-        containers = contents_by_id((call.args, call.kwargs))
+        containers = contents_by_id(call.args, call.kwargs)
         states: list[ModuleState] = []
         bound = around_bound_calls(partial(self._bound, states))
         with running(None), self._outside(), bound, moves.moving(call.module) if moves is not None else nullcontext():
             out = call()
         places = [found.place for found in before.changed()] if before is not None else []
         record = self._note(call, out, places)
-        record.writes = written(containers) or any(version(t) != then for t, then in given)
+        record.writes = bool(written(containers)) or any(version(t) != then for t, then in given)
         record.states = states
         return out
 
