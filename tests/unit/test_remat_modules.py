@@ -156,6 +156,38 @@ def test_what_is_computed_again_leaves_a_stack_as_it_is() -> None:
     assert not Stacked.stack
 
 
+class Holds(Block):
+    """Is given what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: dict[str, Any] = {}
+
+    def forward(self, x: torch.Tensor, notes: dict[str, Any]) -> torch.Tensor:  # type: ignore[override]
+        y = self.part(self.before(x).tanh())
+        notes["sum"] = notes.get("sum", 0) + y.square().mean()
+        return self.after((y * self.notes["sum"]).sin()).tanh()
+
+
+class Held(nn.Module):
+    def __init__(self, clears: bool) -> None:
+        super().__init__()
+        self.block, self.clears = Holds(), clears
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.block.notes.clear()
+        x = self.block(self.block(x, self.block.notes), self.block.notes)
+        out: torch.Tensor = x * self.block.notes["sum"]
+        if self.clears:
+            self.block.notes.clear()
+        return out
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_what_a_module_holds_and_is_given_is_one(clears: bool) -> None:
+    same(partial(Held, clears), None, "save", pattern="block", steps=1)
+
+
 class Reads(Noting):
     """Its caller writes to the list, it only reads it; or it writes, too."""
 

@@ -80,6 +80,10 @@ class Remake:
             self.made[id(value)] = value, self.new(value) if has is None else self._container(value, has)
         return self.made[id(value)][1]
 
+    def of(self, value: Any) -> Any:
+        """What was made of this, if it was; else it itself."""
+        return self.made.get(id(value), (value, value))[1]
+
     def _container(self, value: Any, has: Contents) -> Any:
         _, had = self.before.get(id(value), (value, has))
         wanted = {key: self(item) for key, item in had.items()}

@@ -62,8 +62,8 @@ class GivenInputs:
                     "use_cache=False, or set use_cache = False in its config (of T5 in its decoder's, too)."
                 ) from error
 
-    def again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """What the recomputation is given: these, as the forward found them.
+    def again(self) -> Remake:
+        """Makes of arguments what the recomputation is given: these, as the forward found them.
 
         Raises:
             ScheduleError: one was changed in place.
@@ -74,8 +74,7 @@ class GivenInputs:
                     f"remat: an input of shape {tuple(t.shape)} was changed in place since the forward, and what is "
                     "computed again from it would be something else. Change a copy: .clone()."
                 )
-        made = Remake(before=self.containers, anew=self.writes)
-        return made(args), made(kwargs)
+        return Remake(before=self.containers, anew=self.writes)
 
 
 def storages_in(tree: Any, which: Callable[[torch.Tensor], bool] = lambda t: True) -> set[int]:

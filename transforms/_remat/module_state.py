@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple
@@ -296,14 +296,20 @@ class ModuleState:
     # ---- recomputation
 
     @contextmanager
-    def resumed(self) -> Iterator[None]:
-        """Within, all is as the forward found it; afterwards as it is now."""
+    def resumed(self, given: Callable[[Any], Any] = lambda value: value) -> Iterator[None]:
+        """Within, all is as the forward found it; afterwards as it is now.
+
+        Args:
+            given: gives what the recomputation has in the place of an argument, which an attribute may be, too.
+        """
         self.before.found += self.before.others()  # others than the forward have changed them
         now = [found.place.get() for found in self.before.found]
         for found in self.before.found:
             kept = self.copies.get(found.place.key)
             if kept is not None:
                 found.place.put(kept.clone())
+            elif given(found.value) is not found.value:
+                found.place.put(given(found.value))
             elif found.written():
                 raise self._late(found)
             elif not found.same():

@@ -190,11 +190,12 @@ class Recomputation:
 
     def run(self, args: Any, kwargs: Any) -> Any:
         region = self.region
-        args, kwargs = region.given.again(args, kwargs)
+        made = region.given.again()
+        args, kwargs = made(args), made(kwargs)
         if region.moves is not None:
             region.moves.arrive()
         draws = region.start.resumed() if region.start is not None else nullcontext()
-        state = region.state.resumed() if region.state is not None else nullcontext()
+        state = region.state.resumed(made.of) if region.state is not None else nullcontext()
         with running(self), draws, state, self._bound(region.states), torch_private.parametrized_anew():
             try:
                 return region.fn(*args, **kwargs)
