@@ -156,6 +156,35 @@ def test_what_is_computed_again_leaves_a_stack_as_it_is() -> None:
     assert not Stacked.stack
 
 
+class Outputs(Block):
+    """Puts something into outputs as those of transformers, which let nobody take it out."""
+
+    def forward(self, x: torch.Tensor, outputs: Any) -> torch.Tensor:  # type: ignore[override]
+        y = self.part(self.before(x).tanh())
+        y = y * (3 if outputs.attentions is None else outputs["attentions"])
+        outputs["attentions"] = y.mean()
+        return self.after((y * len(outputs)).sin()).tanh()
+
+
+class Collected(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Outputs(), Outputs()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        outputs: Any = BaseModelOutput(last_hidden_state=x)
+        for block in self.blocks:
+            x = block(x, outputs)
+        out: torch.Tensor = x * outputs["attentions"]
+        return out
+
+
+def test_what_is_computed_again_finds_outputs_of_transformers_as_they_were() -> None:
+    same(Collected, None, "save", pattern="blocks.*", steps=1)
+
+
 class Holds(Block):
     """Is given what it holds."""
 

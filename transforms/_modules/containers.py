@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
@@ -117,7 +116,8 @@ def on_copies(
 
 def _same(some: Contents | None, others: Contents | None) -> bool:
     return some is not None and others is not None and [*some] == [*others] and all(
-        item is others[key] or (isinstance(item, PLAIN[1:]) and item == others[key]) for key, item in some.items()
+        item is others[key] or (isinstance(item, PLAIN[1:]) and (type(item), item) == (type(others[key]), others[key]))
+        for key, item in some.items()
     )  # fmt: skip
 
 
@@ -132,11 +132,12 @@ def _write(value: Any, items: Contents) -> None:
             if item is not now[name]:
                 object.__setattr__(value, name, item)
         return
-    stay = [key for key in now if key in items]
-    in_order = not isinstance(value, dict | UserDict) or stay == [*items][: len(stay)]
-    for key in [*now]:
-        if not in_order or key not in items:
-            del value[key], now[key]
+    if [*now] != [*items][: len(now)]:  # it has others, or in another order
+        value.clear()
+        fields = getattr(value, "__dataclass_fields__", {})  # of transformers: a key that is not there is None
+        for name in (now.keys() - items.keys()) & fields.keys():
+            setattr(value, name, None)
+        now = {}
     for key, item in items.items():
         if key not in now or now[key] is not item:
             value[key] = item
