@@ -23,7 +23,6 @@ Template: a state without values for a checkpoint, made from what `layout.json` 
 from __future__ import annotations
 
 import os
-import re
 import uuid
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -71,7 +70,7 @@ from .manifest import (
     unchanged,
     with_residuals,
 )
-from .parts import SAVED, SavedTensor, by_place, content, named, own_place, parts_of, plain_names
+from .parts import SAVED, SavedTensor, by_place, content, named, own_place, parts_of, plain_names, without_place
 from .pending import finish
 from .pieces import read_recut, recut
 
@@ -229,12 +228,12 @@ def with_replicas(path: Path, state: State, there: Mapping[str, Tensor], allow: 
     """
     by_leaf: dict[str, list[str]] = {}
     for name in there:
-        by_leaf.setdefault(_leaf(name), []).append(name)
+        by_leaf.setdefault(without_place(name), []).append(name)
     wanted = names_of(state, there)
     lacking = [name for name in wanted if name not in there]
     found = dict(there)
     for name in lacking:
-        alike = by_leaf.get(_leaf(name), [])
+        alike = by_leaf.get(without_place(name), [])
         if not alike or ("optimizer" in allow and name.startswith("opt.")):
             continue  # it is missing in any case, or not wanted
         if "replicas" not in allow:
@@ -257,11 +256,6 @@ def with_replicas(path: Path, state: State, there: Mapping[str, Tensor], allow: 
             if other not in wanted:
                 found.pop(other, None)
     return found
-
-
-def _leaf(name: str) -> str:
-    """The name without the place of the ranks that have it."""
-    return re.sub(r" of \w+ \d+(, \w+ \d+)*$", "", name)
 
 
 def _content(tensor: Tensor) -> object:

@@ -15,6 +15,7 @@ same experts hold differently is refused: it would be given to all of them.
 from __future__ import annotations
 
 import itertools
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ from .._storage.flat import FlatBuffer, leaf_shards
 
 __all__ = [
     *("PLACE", "SAVED", "SavedTensor", "any_apart", "by_place", "content", "named"),
-    *("own_place", "parts_of", "place_at", "places_of", "plain_names", "refuse_packed"),
+    *("own_place", "parts_of", "place_at", "places_of", "plain_names", "refuse_packed", "without_place"),
 ]
 
 SAVED = ("main", "opt", "buffers", "count", "rng", "extras", "residual")
@@ -175,6 +176,11 @@ def by_place(there: Iterable[str]) -> dict[str, str]:
             found.setdefault(name[:at], name)
             at = name.find(PLACE, at + 1)
     return found
+
+
+def without_place(name: str) -> str:
+    """A tensor's name without where the ranks are that have it: `main.w of expert 0` -> `main.w`."""
+    return re.sub(r" of [^ ,]+ \d+(, [^ ,]+ \d+)*$", "", name)
 
 
 def any_apart(state: State, run: Runtime) -> list[str]:

@@ -88,3 +88,43 @@ def test_all_is_read_where_leaves_are_whole(how: str, there: Any) -> None:
                 assert all(torch.equal(found[1][path][name], one) for name, one in kept.items()), path
             if how in ("load", "like"):
                 assert all(torch.equal(found[2][path], one) for path, one in average.items())
+
+
+ALIKE: dict[str, tuple[int, ...]] = {"w": (2, 4), "mean.w": (4, 6), "step.w": (2,), "head of a": (2, 2)}
+
+
+def alike(optimizer: Any, whole: bool, folder: Path | None) -> Any:
+    """Leaves whose paths begin as what optimizers keep is called, or have the word between a name and its place."""
+    params: Any = {
+        path: torch.arange(float(torch.Size(shape).numel())).view(shape) * (folder is not None)
+        for path, shape in ALIKE.items()
+    }
+    for path in ("mean", "step"):
+        params[path] = {"w": params.pop(f"{path}.w")}
+    spec = fsdp.Spec(fsdp.local_mesh(data=1, tp=1 if whole else 2), own={} if whole else {"*": ("tp", 0)})
+    state = fsdp.shard(params, spec, optimizer)
+    if folder is not None:
+        state, params = fsdp.unshard(state)
+        state = fsdp.step(fsdp.reduce(state, tree_map(torch.ones_like, params)))
+        fsdp.save(state, folder)
+    return state
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [fsdp.adamw(lr=0.1), fsdp.sgd(lr=0.1, momentum=0.9), fsdp.from_torch(torch.optim.Adam, lr=0.1)],
+    ids=["adamw", "sgd", "Adam"],
+)
+def test_a_leaf_may_be_called_as_what_an_optimizer_keeps(optimizer: Any, tmp_path: Path) -> None:
+    def write() -> Any:
+        state = alike(optimizer, False, tmp_path / "cut")
+        return fsdp.state_dict(state), fsdp.optimizer_state(state)
+
+    with simulate(data=1, tp=2) as ranks:
+        weights, moments = by_rank(ranks(write))[0]
+    state = fsdp.load_weights(alike(optimizer, True, None), tmp_path / "cut")
+    state = fsdp.load_optimizer_state(state, tmp_path / "cut")
+    assert all(torch.equal(fsdp.state_dict(state)[path], one) for path, one in weights.items())
+    for path, kept in fsdp.optimizer_state(state).items():
+        assert kept.keys() == moments[path].keys()
+        assert all(torch.equal(one, moments[path][name]) for name, one in kept.items()), path

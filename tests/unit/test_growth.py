@@ -273,6 +273,12 @@ def loaded_by_spec(units: int, leaves: int) -> Work:
     return lambda: fsdp.load(path / "saved", spec(), fsdp.adamw(lr=1e-3))
 
 
+def opened(units: int, leaves: int) -> Work:
+    path = folder() / "saved"
+    fsdp.save(state_of(units, leaves), path)
+    return lambda: fsdp.open_checkpoint(path)
+
+
 def redistributed(units: int, leaves: int) -> Work:
     state = state_of(units, leaves)
     other = Spec(fsdp.local_mesh(), fsdp.zero1("data"), units=lambda path: re.sub("[0-9]+", "", path)[:7])
@@ -295,6 +301,7 @@ STATES: dict[str, Callable[[int, int], Work]] = {
     "save": saved,
     "load": loaded,
     "load by a spec": loaded_by_spec,
+    "open": opened,
     "redistribute": redistributed,
     "safetensors": exported,
 }
@@ -309,8 +316,11 @@ def test_states_grow_with_the_units(what: str) -> None:
 
 @pytest.mark.parametrize(
     "what",
-    ["shard", "first step", "save", "load", pytest.param("load by a spec", marks=pytest.mark.large), "redistribute"],
-)
+    [
+        "shard", "first step", "save", "load", pytest.param("load by a spec", marks=pytest.mark.large), "open",
+        "redistribute",
+    ],
+)  # fmt: skip
 def test_states_grow_with_the_leaves(what: str) -> None:
     assert grows(STATES[what], 2, 30, by_leaf=True) <= MOST
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from ..._axes.cuts import Cuts, boxes, part_shape
 from ..._common.errors import CheckpointError
 from ..contents import Contents, number_of
 from ..manifest import NOTE, read_note, sizes, tensors_of
-from ..parts import PLACE
+from ..parts import without_place
 from ..pieces import Dim, cuts_in, names_by_place, piece_of, strides_of
 from ..safetensors_file import Entry
 from ..spans import Cut, numel_of, run
@@ -31,17 +32,15 @@ class Own:
         sizes(path, note)
         there: dict[str, Any] = dict(tensors_of(path, note))
         leaves = note["leaves"]
+        whose = _whose({without_place(name) for name in there}, leaves)
         cut = {leaf: cuts_in(path, leaf, one) for leaf, one in leaves.items()}
         size = {leaf: numel_of(part_shape(one["shape"], cut[leaf])) for leaf, one in leaves.items()}
-        numbers = {what for leaf, what, one in _kept(there, leaves) if numel_of(one.shape) != size[leaf]}
+        numbers = {what for leaf, what, one in _kept(there, whose) if numel_of(one.shape) != size[leaf]}
         numbers |= {"missed", "step"}  # a number for each leaf, which may have one element, too
-        parted: dict[str | None, set[str]] = {}
-        for base in {name.partition(PLACE)[0] for name in there if PLACE in name}:
-            parted.setdefault(_leaf_of(base, leaves), set()).add(base)
-        for leaf, cuts in cut.items():
-            if cuts:
-                _join(path, there, parted.get(leaf, ()), leaf, cuts, tuple(leaves[leaf]["shape"]), numbers)
-        apart = next((name for name in there if PLACE in name), None)
+        for base, (tree, leaf) in whose.items():
+            if base not in there and cut[leaf]:
+                _join(path, there, base, cut[leaf], tuple(leaves[leaf]["shape"]), tree[4:] in numbers)
+        apart = next((name for name in there if name != without_place(name)), None)
         if apart is not None:
             raise CheckpointError(
                 f"{path} has leaves that each rank has for itself ({apart!r}), which have no one value. Read it by "
@@ -57,7 +56,7 @@ class Own:
         moments: dict[str, dict[str, Any]] = {}
         steps: dict[str, Any] = {}
         missed: dict[str, int] = {}
-        for leaf, what, one in _kept(there, leaves):
+        for leaf, what, one in _kept(there, whose):
             held = _span(path, one, () if what in numbers else tuple(leaves[leaf]["shape"]))
             if what == "missed":
                 missed[leaf] = number_of(held, f"{path}: {leaf!r}")
@@ -79,47 +78,39 @@ class Own:
         )  # fmt: skip
 
 
-def _kept(there: dict[str, Any], leaves: Iterable[str]) -> list[tuple[str, str, Any]]:
-    """What the optimizer keeps: of which leaf, under which name, and it."""
-    found = []
-    for name in sorted(name for name in there if name.startswith("opt.")):
-        base = name.partition(PLACE)[0]
-        leaf = _leaf_of(base, leaves)
-        if leaf is not None:
-            found.append((leaf, base[4 : -len(leaf) - 1], there[name]))
-    return found
-
-
-def _leaf_of(base: str, leaves: Iterable[str]) -> str | None:
-    """Whose tensor it is: "opt.mean.a.w" is not of "w" where there is an "a.w"."""
-    return max((path for path in leaves if base.endswith(f".{path}")), key=len, default=None)
-
-
-def _join(
-    path: Path, there: dict[str, Any], bases: Iterable[str], leaf: str, cuts: Cuts, shape: tuple[int, ...],
-    numbers: Collection[str],
-) -> None:  # fmt: skip
-    """Put the whole tensors in the place of the parts that ranks had of a leaf, cut along axes of the model's own.
-
-    Args:
-        bases: the leaf's tensors, without places. numbers: what the optimizer keeps as a number for each leaf.
-    """
-    local = part_shape(shape, cuts)
+def _whose(bases: Iterable[str], leaves: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Of each tensor in which tree and of which leaf it is. "opt.mean.w" is of "w" in "opt.mean", or of "mean.w" in
+    "opt": of two trees the one that has more leaves, since a tree has all that are trained."""
+    ways: dict[str, list[tuple[str, str]]] = {}
     for base in bases:
-        names = names_by_place(base, cuts, there)
-        parts, found = [], {at: there.pop(name) for at, name in names.items()}
+        dots = [at for at, letter in enumerate(base) if letter == "." and base[at + 1 :] in leaves]
+        some = [(base[:at], base[at + 1 :]) for at in dots]
+        ways[base] = [one for one in some if leaves[one[1]]["trainable"] or not base.startswith("opt.")]
+    many = Counter(tree for some in ways.values() for tree, _ in some)
+    return {base: max(some, key=lambda one: many[one[0]]) for base, some in ways.items() if some}
+
+
+def _kept(there: Mapping[str, Any], whose: Mapping[str, tuple[str, str]]) -> list[tuple[str, str, Any]]:
+    """What the optimizer keeps: of which leaf, under which name, and it."""
+    owners = ((name, *whose.get(without_place(name), ("", ""))) for name in sorted(there))
+    return [(leaf, tree[4:], there[name]) for name, tree, leaf in owners if tree == "opt" or tree.startswith("opt.")]
+
+
+def _join(path: Path, there: dict[str, Any], base: str, cuts: Cuts, shape: tuple[int, ...], number: bool) -> None:
+    """Put the whole tensor in the place of the parts that ranks had of it, cut along axes of the model's own; or the
+    number of its leaf, the same on all of them."""
+    found = {at: there.pop(name) for at, name in names_by_place(base, cuts, there).items()}
+    if number and found:
+        there[base] = next(iter(found.values()))
+    elif found:
+        local, steps, parts = part_shape(shape, cuts), strides_of(shape), []
         for at, one in found.items():
-            if base.removeprefix("opt.")[: -len(leaf) - 1] in numbers:  # the same on all of them
-                there[base] = one
-                break
             span = _span(path, one, local)
             coordinate = {cut.axis: i for cut, i in zip(cuts, at, strict=True)}
             for begin, own, size in boxes(shape, cuts, coordinate):
-                steps = strides_of(shape)
                 dims = tuple(Dim(*one) for one in zip(size, steps, own, local, strict=True))
                 parts.append((piece_of("", dims, sum(a * step for a, step in zip(begin, steps, strict=True))), span))
-        else:
-            there[base] = Cut(shape, next(iter(found.values())).dtype, tuple(parts))
+        there[base] = Cut(shape, next(iter(found.values())).dtype, tuple(parts))
 
 
 def _span(path: Path, one: Any, shape: tuple[int, ...]) -> Any:
