@@ -78,8 +78,7 @@ def async_save(state: State, folder: str | os.PathLike[str], *, max_to_keep: int
     run = runtime_of(state.spec.mesh)
     background = background_of(run)
     with Joint(run, "async_save") as joint:
-        state.version.lineage.come(state.version.serial)
-        final, token = same_folder(joint, folder)
+        final, token = same_folder(joint, folder, state)
         parts: list[SavedTensor] = []
         about: dict[str, Any] = {}
 

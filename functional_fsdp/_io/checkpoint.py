@@ -284,9 +284,9 @@ def save(state: State, folder: str | os.PathLike[str], *, max_to_keep: int | Non
     Raises:
         ValueError: max_to_keep below 1, or a name without a number. StaleStateError: a state in the middle of a step.
         FileExistsError: the folder exists, or another save has taken the name meanwhile. TreeError: an optimizer state
-        or extra that is no tensor, or a plain tensor that differs between ranks. CheckpointError: ranks name different
-        folders, or do not see the same; or an `async_save` before this has failed. OSError: what a rank met, as a full
-        disk. If one rank raises, all do.
+        or extra that is no tensor, or a plain tensor that differs between ranks. CheckpointError: ranks come with
+        different states or folders, or do not see the same; or an `async_save` before this has failed. OSError: what a
+        rank met, as a full disk. If one rank raises, all do.
 
     Collective: every rank of the mesh calls it.
 
@@ -316,14 +316,13 @@ def saving(what: str, state: State, folder: str | os.PathLike[str]) -> Iterator[
     """Within, the ranks of a state write a folder together. In the end what has not appeared is removed.
 
     Raises:
-        CheckpointError: ranks name different folders. If one rank raises, all do.
+        CheckpointError: ranks come with different states or folders. If one rank raises, all do.
 
     Collective: exchanges on the host.
     """
     run = runtime_of(state.spec.mesh)
     with Joint(run, what) as joint:
-        state.version.lineage.come(state.version.serial)
-        final, token = same_folder(joint, folder)
+        final, token = same_folder(joint, folder, state)
         claim = Claim(final, token) if run.rank == 0 else None
         try:
             yield OpenSave(joint, final, token, partial(final, token), claim)
@@ -553,26 +552,38 @@ def _left_out(path: Path, error: Exception) -> None:
     warnings.warn(f"latest_checkpoint: {path} is left out: {error}", stacklevel=3)
 
 
-def same_folder(joint: Joint, folder: str | os.PathLike[str]) -> tuple[Path, str]:
-    """The folder that all ranks name, and the first one's token. Lanes on which ranks stopped apart are drained."""
+def same_folder(joint: Joint, folder: str | os.PathLike[str], state: State | None = None) -> tuple[Path, str]:
+    """The folder that all ranks name, for the state that all save there, and the first one's token. Lanes on which
+    ranks stopped apart are drained."""
     run, what, said = joint.run, f"{joint.what}(folder)", "a path"
+    if state is not None:
+        state.version.lineage.come(state.version.serial)
+    number = 0 if state is None else state.version.lineage.number
     if not folder and joint.what == "load":
         said = "a path (latest_checkpoint gives None where there is no checkpoint)"
     while True:
         counts = {name: log.count for name, log in run.issued.items() if name != "control"}
         token = uuid.uuid4().hex[:12]
         try:
-            told = joint(lambda: (os.path.abspath(as_path(what, folder, said)), token, counts), "folder")  # noqa: B023
+            told = joint(
+                lambda: (os.path.abspath(as_path(what, folder, said)), token, counts, number),  # noqa: B023
+                "folder",
+            )
             break
         except RestartError:  # a peer began anew; nothing of this call has happened
             if joint.known:
                 raise
-    for rank, (name, _, _) in enumerate(told):
+    for rank, (name, *_, theirs) in enumerate(told):
+        if theirs != told[0][3]:
+            raise CheckpointError(
+                f"{joint.what}: rank {run.ranks[0]} and rank {run.ranks[rank]} came with two states, of which each "
+                "would be written in part. Save the same one on every rank."
+            )
         if name != told[0][0]:
             raise CheckpointError(
                 f"{joint.what}: rank {run.ranks[0]} names the folder {told[0][0]}, rank {run.ranks[rank]} names "
                 f"{name}. Give every rank the same."
             )
-    if any(theirs != told[0][2] for _, _, theirs in told):
+    if any(theirs != told[0][2] for *_, theirs, _ in told):
         run.restart()
     return Path(told[0][0]), told[0][1]

@@ -274,6 +274,18 @@ def test_ranks_that_name_or_see_different_folders(troubles: list[dict[str, str]]
         assert "__0_0.distcp is missing" in rank["missing"]
 
 
+@each_rank(2)
+def test_ranks_that_come_with_different_states(tmp_path: Path) -> None:
+    """Each would be written in part, to one checkpoint."""
+    spec = fsdp.Spec(fsdp.local_mesh(data=2))
+    states = [fsdp.shard({"w": torch.ones(5)}, spec, fsdp.sgd(lr=0.1)) for _ in range(2)]
+    for save in (fsdp.save, fsdp.async_save, fsdp.save_dcp, fsdp.save_safetensors):
+        text = said(lambda: save(states[dist.get_rank()], tmp_path / "a"))  # noqa: B023
+        assert "rank 0 and rank 1 came with two states" in text
+        assert not list(tmp_path.iterdir())
+    fsdp.save(states[1], tmp_path / "a")
+
+
 def dies(where: str, folder: str) -> None:
     """The last rank dies in the middle of a save or load."""
     state, _ = start("zero3")
