@@ -105,7 +105,9 @@ class Claim:
         Raises:
             FileExistsError: another save has taken the name meanwhile; its checkpoint is untouched.
         """
-        os.unlink(self.path / LOCK)
+        self.refuse()
+        for one in (*self.path.glob("__*.done"), *self.path.glob("__*.lock"), self.path / LOCK):
+            os.unlink(one)
         sync(self.path)
         try:
             os.rename(self.path, self.final)

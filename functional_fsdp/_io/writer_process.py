@@ -13,7 +13,7 @@ Scribes of one save meet in its folder, so that none of them needs a process gro
       __1.lock         held by rank 1's scribe
       __1_0.distcp     the runs of leaves of rank 1
       __1.done         which they are, in JSON: it is there once they are on disk
-      __1.failed       what rank 1 met instead
+      __1.failed       what rank 1 met instead, in JSON: the others raise it, too, and then the folder goes
           │  the first rank's scribe has read all of these, writes `.metadata` and `layout.json`, and removes them
           ▼  one rename
     name/              so the others know that it is complete
@@ -26,6 +26,7 @@ Processes of this package's own, beside the caller's: fresh ones, never forks of
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import json
 import mmap
@@ -45,15 +46,18 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 import torch
 
+from .._common import errors
 from .._common.errors import CheckpointError
+from .._runtime.agreement import Met
 from .dcp_files import Written, complete, write_tensors
-from .folder import LOCK, Claim, check_shared, hold, is_free, let_go, partial
+from .folder import LOCK, Claim, check_shared, hold, is_free, let_go, partial, writing
 from .manifest import Chunk, file_of, read_note
 from .parts import SavedTensor, content, plain_names
 
 __all__ = ["PoolTensor", "SaveJob", "serve", "started"]
 
 TURN = 0.02  # seconds between two looks into the folder
+HEARD = 10.0  # seconds without a change there after which nobody is expected to hear of an error any more
 
 
 class PoolTensor(NamedTuple):
@@ -169,14 +173,18 @@ class _Scribe:
             try:
                 entries, told = self._write(job, folder)
                 _tell(folder / f"__{job.rank}.done", json.dumps([entries, told]))
+                if self.claim is not None:
+                    _complete(job, folder, self.claim)
             except BaseException as error:
                 with contextlib.suppress(OSError):
-                    _tell(folder / f"__{job.rank}.failed", f"{type(error).__name__}: {error}")
+                    (folder / file_of(job.rank)).unlink(missing_ok=True)  # a full disk has room again
+                    met = Met.of(error)
+                    _tell(folder / f"__{job.rank}.failed", json.dumps([[k.__name__ for k in met.kinds], *met[1:]]))
+                    if self.claim is not None:
+                        _heard(job, folder)
                 raise
             if self.claim is None:
                 _appeared(job, folder)
-            else:
-                _complete(job, folder, self.claim)
         finally:
             self.drop()
 
@@ -209,8 +217,28 @@ def _part(one: PoolTensor, pool: memoryview) -> SavedTensor:
 def _tell(path: Path, text: str) -> None:
     """A file that is there whole, or not."""
     early = path.with_name(f"{path.name}.new")
-    early.write_text(text, encoding="utf-8")
+    with writing(path):
+        early.write_text(text, encoding="utf-8")
     os.rename(early, path)
+
+
+def _failed(job: SaveJob, folder: Path) -> None:
+    """Raise what another rank met. The first one is looked at last: it may have met it at a later one."""
+    for rank in reversed(range(len(job.ranks))):
+        try:
+            kinds, *met = json.loads((folder / f"__{rank}.failed").read_text("utf-8"))
+        except FileNotFoundError:
+            continue
+        known = (getattr(builtins, kind, getattr(errors, kind, None)) for kind in kinds)
+        raise Met(tuple(filter(None, known)), *met).again("async_save", job.ranks[rank])
+
+
+def _heard(job: SaveJob, folder: Path) -> None:
+    """The first rank's, after an error: wait until the others have seen it, as they end."""
+    for moved in _looks(folder):
+        others = [folder / f"__{rank}.lock" for rank in range(len(job.ranks)) if rank != job.rank]
+        if all(map(is_free, others)) or time.monotonic() - moved > min(job.limit, HEARD):
+            return
 
 
 def _complete(job: SaveJob, folder: Path, claim: Claim) -> None:
@@ -225,9 +253,6 @@ def _complete(job: SaveJob, folder: Path, claim: Claim) -> None:
             if writes:
                 place = Chunk._make([*chunk[:-1], tuple(chunk[-1])])
                 written.append(Written(name, getattr(torch, dtype), tuple(shape), place))
-    for rank in range(len(job.ranks)):
-        os.unlink(folder / f"__{rank}.done")
-        os.unlink(folder / f"__{rank}.lock")
     complete(claim, job.about, written, [nbytes for (_, nbytes), _ in found], job.keep)
 
 
@@ -235,12 +260,9 @@ def _all(job: SaveJob, folder: Path) -> list[str]:
     """What every rank's scribe says, once all have written."""
     found: dict[int, str] = {}
     for moved in _looks(folder):
+        _failed(job, folder)
         for rank in range(len(job.ranks)):
             failed = folder / f"__{rank}.failed"
-            if failed.exists():
-                raise CheckpointError(
-                    f"async_save: rank {job.ranks[rank]} met {failed.read_text('utf-8').removeprefix('async_save: ')}"
-                )
             done = folder / f"__{rank}.done"
             if rank not in found and done.exists():
                 found[rank] = done.read_text("utf-8")
@@ -260,6 +282,7 @@ def _all(job: SaveJob, folder: Path) -> list[str]:
 def _appeared(job: SaveJob, folder: Path) -> None:
     """Another rank's: wait until the first one's scribe has given the folder its name."""
     for moved in _looks(folder):
+        _failed(job, folder)
         if not folder.exists():
             break
         if is_free(folder / LOCK) and folder.exists():  # else it has appeared meanwhile, and was let go

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import signal
 import sys
 import time
@@ -113,6 +114,14 @@ def failures(folder: str) -> list[str]:
             background.process.kill()
     tried(lambda: future.result(60))
     tried(lambda: fsdp.async_save(state, path / "again").result(60))
+
+    pid = _background._made[runtime_of(state.spec.mesh)].process.pid  # type: ignore[union-attr]
+    for full in (0, 1):
+        if rank == full:
+            before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+        tried(lambda: fsdp.async_save(state, path / "full").result(60))
+        if rank == full:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
     return said
 
 
@@ -132,9 +141,15 @@ def test_what_goes_wrong_is_raised_on_every_rank_in_the_call_or_by_the_future(
         assert said[8] == "nothing"
         assert said[10] == "nothing"
     assert first[5].startswith("TreeError: async_save: State.extras holds a plain tensor at 'seen' that differs")
-    assert second[5].startswith("CheckpointError: async_save: rank 0 has not completed ./differs, and says why.")
+    assert second[5].startswith(
+        "TreeError: async_save: rank 0 met TreeError: State.extras holds a plain tensor at 'seen'"
+    )
     assert first[9] == "CheckpointError: async_save: the process that writes for rank 1 has ended."
     assert second[9] == "CheckpointError: async_save: the process that writes has ended, with exit code -9."
+    for full, (at, ranks) in enumerate([(11, (first, second)), (12, (second, first))]):
+        assert ranks[0][at].startswith("OSError: [Errno 27] File too large: './full.partial-")
+        assert ranks[0][at].endswith(f"/__{full}_0.distcp'")
+        assert ranks[1][at] == f"OSError: async_save: rank {full} met {ranks[0][at]}"
     assert sorted(os.listdir(tmp_path)) == ["after", "again", "next", "taken"]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import torch
 
 import functional_fsdp as fsdp
 from functional_fsdp._io import writer_process
-from functional_fsdp._io.folder import LOCK, Claim, inside, is_free, let_go, partial, unfinished
+from functional_fsdp._io.folder import LOCK, Claim, inside, is_free, let_go, partial, unfinished, write_file
+from functional_fsdp._io.safetensors_file import create, write_at
 
 ONE, TWO = "0123456789ab", "ba9876543210"
 
@@ -190,3 +193,32 @@ def test_a_folder_that_appears_while_its_lock_is_looked_at_has_no_dead_writer(
     else:
         with pytest.raises(fsdp.CheckpointError, match="the process that writes for rank 0 has ended"):
             writer_process._appeared(job, claim.path)
+
+
+def test_what_a_later_rank_met_is_told_before_the_first_rank_s(tmp_path: Path) -> None:
+    job = writer_process.SaveJob(tmp_path / "a", ONE, 1, [0, 4, 8], "", 0, [], [""] * 3, {}, 5.0, None)
+    writer_process._failed(job, tmp_path)  # nobody
+    for rank, text in ((0, "rank 8 met it"), (2, "gone")):
+        told = [["FileNotFoundError", "OSError"], False, "FileNotFoundError", text, 2]
+        (tmp_path / f"__{rank}.failed").write_text(json.dumps(told))
+    with pytest.raises(FileNotFoundError, match=r"^async_save: rank 8 met FileNotFoundError: gone$"):
+        writer_process._failed(job, tmp_path)
+
+
+def test_a_write_that_fails_names_its_file(tmp_path: Path) -> None:
+    entry = create(tmp_path / "room", {"w": (torch.float32, (9000,))})["w"]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open(entry.path, "r+b") as file:
+        for name, write in {
+            "room": lambda: write_at(file.fileno(), entry, 5000, torch.ones(4000)),
+            "new": lambda: create(tmp_path / "new", {"w": (torch.float32, (9000,))}),
+            "plain": lambda: write_file(tmp_path / "plain", bytes(9000)),
+            "told": lambda: writer_process._tell(tmp_path / "told", "x" * 9000),
+        }.items():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))  # as a full disk
+            try:
+                with pytest.raises(OSError, match="File too large") as met:
+                    write()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            assert met.value.filename == str(tmp_path / name)
