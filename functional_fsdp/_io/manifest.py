@@ -155,6 +155,9 @@ def read_note(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{where} is damaged: it is no JSON ({error}). Load another checkpoint.") from None
     if not isinstance(note, dict):
         raise CheckpointError(f"{where} is damaged: it holds a {type(note).__name__}; expected an object.")
+    if type(told := note.get("format")) is int and told != FORMAT:  # which may have other fields, and another digest
+        remedy = "Update this package" if told > FORMAT else "Save it anew by the version that wrote it"
+        raise CheckpointError(f"{where} is of format {told}; this version reads {FORMAT}. {remedy}.")
     for key, kind in FIELDS.items():
         if key not in note:
             raise CheckpointError(f"{where} has no {key!r}. Load another checkpoint.")
@@ -162,8 +165,6 @@ def read_note(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{where} has {note[key]!r} as {key!r}; expected {kind}.")
     if note["digest"] != _digest({key: value for key, value in note.items() if key != "digest"}):
         raise CheckpointError(f"{where} is damaged: its digest is another. Load another checkpoint.")
-    if note["format"] != FORMAT:
-        raise CheckpointError(f"{where} is of format {note['format']}; this version reads {FORMAT}.")
     sound = all(type(size) is int and size >= 0 for size in note["files"].values())
     if note["step"] < 0 or not sound or METADATA not in note["files"]:
         raise CheckpointError(f"{where} says step {note['step']} and files {note['files']}, which no save has written.")
@@ -398,9 +399,16 @@ def fits(
     more = {name for name in there.keys() - expected.keys() if not name.startswith("residual.")}
     opt = sorted(name for name in (*other, *more) if name.startswith("opt."))
     if opt and "optimizer" not in allow:
+        kinds = note["optimizer"], _kind(state.optimizer)
+        first = {"there" if name in there else "here": name for name in reversed(opt)}
+        differs = ", ".join(f"{name!r} is {at} only" for at, name in first.items())
+        said = (
+            f"a {kinds[0]} that keeps something else, as by other settings (momentum, amsgrad) or another version"
+            if kinds[0] == kinds[1]
+            else f"another optimizer: {kinds[0]} there, {kinds[1]} here"
+        )
         raise SpecError(
-            f"load: {path} was written with another optimizer: {note['optimizer']} there, {_kind(state.optimizer)} "
-            f"here; {opt[0]!r} is {'there' if opt[0] in there else 'here'} only. Give the state the optimizer of the "
+            f"load: {path} was written with {said}; {differs}. Give the state the optimizer of the "
             "checkpoint (its numbers may be others), or begin with a new optimizer state: load(..., "
             "allow=['optimizer']). If it is what trains that differs, load it with its own Spec(trainable=), and "
             "freeze or unfreeze then."

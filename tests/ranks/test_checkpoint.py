@@ -510,6 +510,12 @@ def test_numbers_of_the_optimizer_may_change_its_kind_may_not(tmp_path: Path) ->
         fsdp.load(path, like=one(fsdp.sgd()))
     with pytest.raises(fsdp.SpecError, match=r"AdamW there, Updates\(Adam\) here; .*its numbers may be others"):
         fsdp.load(path, like=one(fsdp.from_updates(Adam(True))))
+    other = fsdp.from_torch(torch.optim.Adam, amsgrad=True)
+    kept = fsdp.save(one(other), tmp_path / "kept")
+    with pytest.raises(
+        fsdp.SpecError, match=r"with a from_torch\(Adam\) that keeps .*; 'opt.max_.*.w' is there only. Give"
+    ):
+        fsdp.load(kept, like=one(fsdp.from_torch(torch.optim.Adam)))
     frozen = fsdp.save(one(None, trainable={"w": False}), tmp_path / "frozen")
     with pytest.raises(
         fsdp.SpecError, match=r"If it is what trains that differs, load it with its own Spec\(trainable="

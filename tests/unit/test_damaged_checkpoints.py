@@ -241,6 +241,8 @@ def test_a_tensor_in_the_place_of_another(saved: Path) -> None:
         ("null", "it holds a NoneType"),
         ("{}", "has no 'format'"),
         ('{"format": 3, "step": 1}', "has no 'save'"),
+        ('{"format": 4, "step": "1"}', "is of format 4; this version reads 3. Update this package"),
+        ('{"format": 2}', "is of format 2; this version reads 3. Save it anew by the version that wrote it"),
     ],
 )
 def test_a_note_that_is_none(saved: Path, text: str, said: str) -> None:
