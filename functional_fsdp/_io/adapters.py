@@ -23,7 +23,7 @@ from .._common.calls import alone
 from .._common.errors import SpecError, TreeError, as_path, expect
 from .._common.tree import flatten
 from .._state.state import State
-from .._storage.flat import gather_leaves, whole_leaves
+from .._storage.flat import whole_leaves
 from .checkpoint import saving
 from .folder import sync, write_file
 from .formats.hugging_face import CONFIG, in_file, in_merged, parts_of_adapter
@@ -214,7 +214,7 @@ def _matrices(state: State, paths: set[str]) -> Named:
         for name, buffer in state.main.items():
             wanted = [leaf.path for leaf in state.layout.buckets[name].leaves if leaf.path in paths]
             if wanted:
-                whole = gather_leaves(buffer)
+                whole = whole_leaves(buffer)
                 found |= {path: whole[path].clone() for path in wanted}
     return found
 

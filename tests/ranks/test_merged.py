@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn as nn
 from safetensors.torch import load_file
+from support.ranks import by_rank
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -119,6 +120,25 @@ def test_packed_bases_are_unpacked(tmp_path: Path) -> None:
     assert all(torch.equal(held[name], leaf) for name, leaf in found.items())
     assert sum(none) == 0
     assert sum(every) == len(found)
+
+
+def whole(own: dict[str, Any] | None = None) -> Tree:
+    torch.manual_seed(0)
+    params, _ = fsdp.functionalize(Net())
+    mesh = fsdp.local_mesh(data=1) if own is None else fsdp.local_mesh(data=1, tp=2)
+    state = fsdp.shard(params, fsdp.Spec(mesh, own=own or {}))
+    return {name: leaf.clone() for _, named in fsdp.merged(state, CONFIG) for name, leaf in named.items()}
+
+
+def test_matrices_that_are_cut_are_joined() -> None:
+    """Cut along what the product sums over, a rank's parts would have a product of the right shape."""
+    right = whole()
+    with fsdp.simulate(data=1, tp=2) as ranks:
+        for own in ({"*lora_A*": ("tp", 0), "*lora_B*": ("tp", 1)}, {"*lora_B*": ("tp", 1)}):
+            for (found,) in by_rank(ranks(lambda own: (whole(own),), {**own, "*": "tp"})):
+                assert found.keys() == right.keys()
+                for name, leaf in right.items():
+                    torch.testing.assert_close(found[name], leaf)
 
 
 def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
