@@ -18,9 +18,17 @@ OWN: dict[str, Any] = {
     "inner.w": fsdp.Along("tp", 0, parts=2),  # its path ends as another leaf's
     "one": ("tp", 0),  # an element on each of two ranks: as many as its count has
     "none": ("tp", 0),
+    "nothing": ("tp", 0),
     "*": "tp",
 }
-SHAPES: dict[str, tuple[int, ...]] = {"w": (4, 3), "inner.w": (4, 3), "one": (2,), "none": (4, 0, 2), "bias": (3,)}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "w": (4, 3),
+    "inner.w": (4, 3),
+    "one": (2,),
+    "none": (4, 0, 2),
+    "nothing": (0, 3),
+    "bias": (3,),
+}
 
 
 def made(axes: dict[str, int], filled: bool) -> fsdp.State:
@@ -93,7 +101,7 @@ def test_all_is_read_where_leaves_are_whole(how: str, there: Any) -> None:
 ALIKE: dict[str, tuple[int, ...]] = {"w": (2, 4), "mean.w": (4, 6), "step.w": (2,), "head of a": (2, 2)}
 
 
-def alike(optimizer: Any, whole: bool, folder: Path | None) -> Any:
+def alike(optimizer: Any, frozen: bool, whole: bool, folder: Path | None) -> Any:
     """Leaves whose paths begin as what optimizers keep is called, or have the word between a name and its place."""
     params: Any = {
         path: torch.arange(float(torch.Size(shape).numel())).view(shape) * (folder is not None)
@@ -101,28 +109,38 @@ def alike(optimizer: Any, whole: bool, folder: Path | None) -> Any:
     }
     for path in ("mean", "step"):
         params[path] = {"w": params.pop(f"{path}.w")}
-    spec = fsdp.Spec(fsdp.local_mesh(data=1, tp=1 if whole else 2), own={} if whole else {"*": ("tp", 0)})
+    mesh = fsdp.local_mesh(data=1, tp=1 if whole else 2)
+    trainable = {"w": True, "*": not frozen}
+    spec = fsdp.Spec(mesh, own={} if whole else {"*": ("tp", 0)}, trainable=trainable)
     state = fsdp.shard(params, spec, optimizer)
     if folder is not None:
         state, params = fsdp.unshard(state)
-        state = fsdp.step(fsdp.reduce(state, tree_map(torch.ones_like, params)))
+        grads = tree_map(torch.ones_like, params)
+        if frozen:
+            grads = {**tree_map(lambda _: None, params), "w": grads["w"]}
+        state = fsdp.step(fsdp.reduce(state, grads))
         fsdp.save(state, folder)
     return state
 
 
 @pytest.mark.parametrize(
-    "optimizer",
-    [fsdp.adamw(lr=0.1), fsdp.sgd(lr=0.1, momentum=0.9), fsdp.from_torch(torch.optim.Adam, lr=0.1)],
-    ids=["adamw", "sgd", "Adam"],
+    ("optimizer", "frozen"),
+    [
+        (fsdp.adamw(lr=0.1), False),
+        (fsdp.adamw(lr=0.1), True),
+        (fsdp.sgd(lr=0.1, momentum=0.9), False),
+        (fsdp.from_torch(torch.optim.Adam, lr=0.1), False),
+    ],
+    ids=["adamw", "adamw beside frozen leaves", "sgd", "Adam"],
 )
-def test_a_leaf_may_be_called_as_what_an_optimizer_keeps(optimizer: Any, tmp_path: Path) -> None:
+def test_a_leaf_may_be_called_as_what_an_optimizer_keeps(optimizer: Any, frozen: bool, tmp_path: Path) -> None:
     def write() -> Any:
-        state = alike(optimizer, False, tmp_path / "cut")
+        state = alike(optimizer, frozen, False, tmp_path / "cut")
         return fsdp.state_dict(state), fsdp.optimizer_state(state)
 
     with simulate(data=1, tp=2) as ranks:
         weights, moments = by_rank(ranks(write))[0]
-    state = fsdp.load_weights(alike(optimizer, True, None), tmp_path / "cut")
+    state = fsdp.load_weights(alike(optimizer, frozen, True, None), tmp_path / "cut")
     state = fsdp.load_optimizer_state(state, tmp_path / "cut")
     assert all(torch.equal(fsdp.state_dict(state)[path], one) for path, one in weights.items())
     for path, kept in fsdp.optimizer_state(state).items():
