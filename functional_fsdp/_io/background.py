@@ -61,9 +61,8 @@ def async_save(state: State, folder: str | os.PathLike[str], *, max_to_keep: int
         folder, max_to_keep: as for `save`.
 
     Returns:
-        a Future of the folder: `result()` waits until the checkpoint is there, or raises what this rank met, or one of the kind
-        that another met;
-        `done()` only looks. What nobody asked for is raised by the next save.
+        a Future of the folder: `result()` waits until the checkpoint is there, or raises what this rank met, or one of
+        the kind that another met; `done()` only looks. What nobody asked for is raised by the next save.
 
     Memory: on the host as much as this rank saves, kept for the next save (pinned where there is CUDA).
 
