@@ -352,9 +352,9 @@ class Trial:
     def lower(self) -> list[int]:
         """By how many blocks still have to come in the backward: how far a step is then below its peak, as it is."""
         memory = self.rehearsed(self.all(KEPT)).memory(self.state)
-        paths = tuple(f"{path}." for path in self.budget.paths)
+        known = {*self.budget.paths}
         blocks = {
-            unit.name: {path for path in paths for leaf in unit.paths if leaf.startswith(path)}
+            unit.name: {path for leaf in unit.paths for path in accumulate(leaf.split("."), "{}.{}".format)} & known
             for unit in self.state.layout.units
         }
         lower, over = [memory.peak] * (self.count + 1), set[str]()
@@ -446,7 +446,10 @@ def best(
     the first i blocks at least needs[i]. Of these only the first are moved, and a way that others beat in bytes and
     seconds is in no group."""
     count, most = len(needs) - 1, most_freed(costs)
-    binding = [(i, need) for i, need in enumerate(needs) if need > 0]
+    lacks = {  # by way and m: what blocks lack at the most where m or more are to come, if each of all frees so much
+        way: [*accumulate((needs[i] - i * cost.freed for i in range(count, -1, -1)), max)][::-1]
+        for way, cost in costs.items()
+    }
     still = sorted((cost.seconds, -cost.freed, way) for way, cost in costs.items() if not cost.moved)
     pairs = [(way, costs[way]) for i, (_, less, way) in enumerate(still) if all(less < one[1] for one in still[:i])]
     moving_ways = [(way, cost) for way, cost in costs.items() if cost.moved]
@@ -454,15 +457,15 @@ def best(
     for first, cost in moving_ways or [(KEPT, costs[KEPT])]:
         for m in range(count + 1) if moving_ways else (0,):
             late = m * cost.seconds + moving(m * cost.moved, forward, hardware)
-            rest, lacks = count - m, [(i - m, need - m * cost.freed) for i, need in binding if i >= m]
-            if (found is not None and late > found[0]) or any(i < m and i * cost.freed < need for i, need in binding):
+            rest = count - m
+            if (found is not None and late > found[0]) or (m and needs[m - 1] > (m - 1) * cost.freed):
                 break
             for less, other in pairs:
+                short = lacks[less][m] - m * (cost.freed - other.freed)
                 for more, one in pairs:
                     gain = one.freed - other.freed
-                    if gain < 0 or any(i * one.freed < lack for i, lack in lacks):
+                    if gain < 0 or lacks[more][m] > m * (cost.freed - one.freed):
                         continue
-                    short = max((lack - i * other.freed for i, lack in lacks), default=0)
                     k = 0 if short <= 0 else min(rest, -int(-short // gain))
                     share = returning([(m, cost), (k, one), (rest - k, other)], most, gradients)
                     seconds = m * cost.seconds + k * one.seconds + (rest - k) * other.seconds
