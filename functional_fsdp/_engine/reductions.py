@@ -76,9 +76,10 @@ class Reductions:
 
     def awaits(self, buffer: FlatBuffer) -> bool:
         """Whether these are gradients of the step that are partial, or that compute has not waited for."""
-        name, found = buffer.bucket.name, self.sink.grads.get(buffer.bucket.name)
-        unfinished = found is not None and (found.states != self.final[name] or len(self.staging.marks) > 0)
-        return unfinished and found is not None and found.local is buffer.local
+        found = self.sink.grads.get(buffer.bucket.name)
+        if found is None or found.local is not buffer.local:
+            return False
+        return found.states != self.final[buffer.bucket.name] or len(self.staging.marks) > 0
 
     # ---------------------------------------------------------------- gradients that come
 
