@@ -279,7 +279,7 @@ class MoveOrder:
             if backward == 1:
                 self.whole = None
                 if self.moved:
-                    self.whole = self.wholes[driver] = self._progress()
+                    self.whole = self.wholes[driver] = self._progress(self.uses)
             self._bring(forward - backward + 1, gradients)
             return
         self.uses = forward
@@ -293,19 +293,17 @@ class MoveOrder:
         if not self.differentiating and not (self.moved and self.moved[-1][0] == self.uses):
             self.lighter[self.uses] = max(1 - keeps, self.lighter.get(self.uses, 0.0))
 
-    def _progress(self, until: int | None = None) -> Progress:
-        """How far the forward is, or was at this use."""
-        if until is None:
-            return Progress(self.uses, len(self.moved), sum(self.lighter.values()))
-        lighter = sum(share for at, share in self.lighter.items() if at <= until)
-        return Progress(until, sum(at <= until for at, _ in self.moved), lighter)
+    def _progress(self, use: int) -> Progress:
+        """How far the forward is, or was, at this use."""
+        lighter = sum(share for at, share in self.lighter.items() if at <= use)
+        return Progress(use, sum(at <= use for at, _ in self.moved), lighter)
 
     def _room(self) -> int:
         """Of how many calls there is room for what they have moved: of as many as there are uses to come of which all
         stays."""
         if self.whole is None:
             return 0
-        return int(self.whole.stay - self._progress().stay)
+        return int(self.whole.stay - self._progress(self.uses).stay)
 
     def _taken(self) -> list[tuple[int, MoveGroup]]:
         """Of the calls whose memory is taken, those that live, the oldest first."""
