@@ -37,7 +37,7 @@ from float8 import converted
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp._launch.launch import stop_workers
-from functional_fsdp._plan.records import records
+from functional_fsdp._plan.plan import records
 
 ROWS: dict[str, Any] = {
     "bfloat16": None,

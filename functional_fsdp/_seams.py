@@ -20,7 +20,7 @@ from ._host_memory.copy_lane import HostBuffer
 from ._nn.module import around_bound_calls
 from ._nn.skeleton import aliases_of, changed, local_part, refuse_meta
 from ._optim.optimizer import put
-from ._plan.advance import Collision
+from ._plan.cursor import Collision
 from ._runtime.given import NewCounts
 from ._storage.flat import clear_padding
 from ._storage.weights import spoilt

@@ -23,12 +23,9 @@ import torch
 
 from .._common.interrupts import uninterruptible
 from .._common.torch_names import without_func_levels
-from .._plan.advance import Action, Move, Position, Positions
-from .._plan.cursor import Cursor, InFlight
+from .._plan.cursor import Action, Cursor, InFlight, Move, Position, Positions
 from .._plan.layout import Layout
-from .._plan.plan import Plan, first_plan, make_plan
-from .._plan.program import FixedOrder, KnownOrder, known
-from .._plan.records import staging_slots
+from .._plan.plan import FixedOrder, KnownOrder, Plan, first_plan, known, make_plan, staging_slots
 from .._runtime.lanes import Waiting
 from .._runtime.runtime import Runtime
 from .._spec.schedule import Order

@@ -53,10 +53,9 @@ from .._common.errors import ScheduleError
 from .._common.ranges import ranged
 from .._common.record import Collective, Mark, Steps, check_kinds, together
 from .._common.torch_names import profiler
-from .._plan.advance import Action, Move
+from .._plan.cursor import Action, Move
 from .._plan.layout import Bucket, Layout, LeafInfo, Unit, plan_layout
-from .._plan.plan import Plan
-from .._plan.records import records
+from .._plan.plan import Plan, records
 from .._plan.route import Route
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.spec import Spec, Traits, Transport

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .._common.calls import provided
 from .._common.ranges import ranged
 from .._common.torch_names import profiler
-from .._plan.advance import Move
+from .._plan.cursor import Move
 from .._plan.route import states_of
 from .._runtime.given import GradientMask
 from .._runtime.runtime import Runtime

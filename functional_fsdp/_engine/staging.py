@@ -42,8 +42,7 @@ from .._common.device import in_host_memory
 from .._common.record import Mark, Steps, check_kinds, together
 from .._common.torch_names import foreach_copy_, foreach_zero_, unflatten_dense_tensors
 from .._plan.layout import STAGED, Bucket, Unit, aligned
-from .._plan.plan import REDUCTIONS_AT_ONCE, Plan
-from .._plan.records import Records, records
+from .._plan.plan import REDUCTIONS_AT_ONCE, Plan, Records, records
 from .._plan.route import Route, states_of
 from .._runtime.runtime import Runtime
 from .._spec.spec import Spec

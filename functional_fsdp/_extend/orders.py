@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .._plan.program import Decision, KnownOrder, Program, names_of
+from .._plan.plan import Decision, KnownOrder, Program, names_of
 from .._spec.schedule import Order
 
 Seen = tuple[Order, Order, Collection[str]]  # what a rank did: forward, backward, and units without a gradient

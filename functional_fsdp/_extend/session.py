@@ -32,7 +32,7 @@ from .._common.calls import verb
 from .._common.device import default_generator
 from .._common.errors import ScheduleError
 from .._common.tracing import refuse, traced_as
-from .._plan.program import DefaultOrder, Program
+from .._plan.plan import DefaultOrder, Program
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.schedule import Order
 from .._state.lineage import Lineage

@@ -29,7 +29,7 @@ from .._common.record import Collective
 from .._common.torch_names import FakeTensor, pytree
 from .._common.tree import bytes_text, table
 from .._optim.optimizer import as_optimizer, check_labels
-from .._plan.records import keeps_copy
+from .._plan.plan import keeps_copy
 from .._plan.route import states_of
 from .._spec.spec import Spec
 from .._state.lineage import Lineage, Version

@@ -47,8 +47,7 @@ from .._common.torch_names import disable_current_modes, functional_collectives,
 from .._common.tracing import refuse, tracing_now
 from .._optim.optimizer import Sender, check
 from .._plan.layout import Bucket, Layout, Unit
-from .._plan.plan import make_plan
-from .._plan.records import Records, keeps_copy, records
+from .._plan.plan import Records, keeps_copy, make_plan, records
 from .._plan.route import Route, States, Step
 from .._runtime.given import ALL, Lacking, Seats
 from .._runtime.runtime import Runtime

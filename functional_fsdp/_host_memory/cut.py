@@ -11,7 +11,7 @@ from collections.abc import Container
 import torch
 
 from .._common.tree import register
-from .._plan.bucket import ALIGN, aligned
+from .._plan.layout import ALIGN, aligned
 from .._plan.route import States
 from .._storage.flat import FlatBuffer
 

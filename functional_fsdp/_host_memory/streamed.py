@@ -23,7 +23,7 @@ from .._common.device import in_host_memory
 from .._common.record import Mark, Steps
 from .._common.torch_names import pytree
 from .._optim.optimizer import FILL, runs
-from .._plan.bucket import STAGED, Bucket, aligned
+from .._plan.layout import STAGED, Bucket, aligned
 from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer
 from .._storage.weights import own_part

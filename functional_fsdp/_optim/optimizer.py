@@ -33,7 +33,7 @@ from .._common.errors import SpecError, TreeError
 from .._common.record import Collective, over_each_axis
 from .._common.torch_names import foreach_add_, pytree
 from .._common.tracing import refuse
-from .._plan.bucket import Bucket
+from .._plan.layout import Bucket
 from .._runtime.given import Leaves
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer, at_home

@@ -39,7 +39,7 @@ from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.torch_names import FakeTensorMode, TorchDispatchMode, pytree
 from .._common.tracing import traced_as
 from .._optim.optimizer import Tree, UpdatesSome, at, by_label, check_settings, labels_in
-from .._plan.bucket import Bucket
+from .._plan.layout import Bucket
 from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer, leaf_shards, no_counts
 from .probe import Kept, Known, State, driven, hand_over, learned, made, name_of, refuse, refuse_known, states_of

@@ -32,8 +32,7 @@ import torch
 from .._common.record import Collective
 from .._common.tree import table
 from .._optim.optimizer import Sender, Tree
-from .._plan.bucket import ALIGN, aligned
-from .._plan.layout import Bucket, Leaf
+from .._plan.layout import ALIGN, Bucket, Leaf, aligned
 
 __all__ = [
     "Given", "Hop", "Moves", "Owned", "Owners", "Part", "Pattern", "Slices", "Splits", "back", "cut",

@@ -22,7 +22,7 @@ from .._common.calls import provide
 from .._common.errors import SpecError
 from .._optim.adamw import AdamW
 from .._optim.optimizer import Tree, UpdatesSome, count_missed, tensors
-from .._plan.bucket import ALIGN
+from .._plan.layout import ALIGN
 from .._runtime.given import Leaves
 from .._spec.codec import Codec, Planes
 from .._storage.flat import FlatBuffer, padding, summary

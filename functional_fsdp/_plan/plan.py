@@ -1,4 +1,56 @@
-"""Plan: when each unit is gathered, how long it lives, and where. Pure: a layout and a schedule in, integers out.
+"""What follows from a layout and a schedule: addresses, the order of uses, the plan, its collectives as records.
+
+Packing: things of given sizes, live at given times, get addresses in one stretch of bytes. Pure integers.
+
+A thing keeps one address for all its intervals. Two things that are ever live at once share no byte. Below, units 0 to
+4 of a chain, each gathered while the one before it is used, forward and backward; time runs to the right:
+
+    top     +-----------------------------------------------+
+            |     [  1  ][   3   ]     [   3   ][  1  ]     |  odd ones hang from the top
+            |                                               |
+            | [  0  ][   2   ][    4     ][   2   ][  0  ]  |  even ones stand on the bottom
+    bottom  +-----------------------------------------------+
+
+No more than two are ever live at once, one from each side, so the largest sum of two neighbours is enough: the lower
+bound is met. The same holds wherever "ever live at once" can be two-coloured. Otherwise the best of these is taken:
+
+| rule       | how                                                                 | bytes                          |
+|------------|---------------------------------------------------------------------|--------------------------------|
+| two sides  | one colour from the bottom, the other from the top                  | the lower bound, exactly       |
+| with kept  | what is kept lies above, the rest as if it were alone               | that of the rest, plus kept    |
+| slots      | one slot for each colour, as large as its largest                   | at most (depth + 1) × max      |
+| first fit  | large ones first, lowest gap; then again, what stuck out first      | within a few % of the bound    |
+
+Things that meet are looked at in pairs, up to `PAIRS` a thing. Where more meet, those that are kept, which nearly all
+others meet, are stacked above at once, so that only the rest is looked at; where the rest has more pairs, too, nothing
+shares a byte.
+
+Program: which units are used one after another, and at which use each gradient is complete. Pure.
+
+The default order, where `a` is tied to a leaf between `c` and `d` (and so used there again):
+
+    use      0    1    2    3    4  |  5    6    7    8    9
+    unit     a    b    c    a    d  |  d    a    c    b    a        backward is forward reversed
+    reduces                            d         c    b    a        each at its last use
+
+A unit whose backward needs no weights may be used in the forward only, as `a` here. Its gradient is complete when the
+backward is through with all that came after it:
+
+    use      0    1    2 |  3    4
+    unit     a    b    c |  c    b
+    reduces                 c    b, a
+
+An order is what a lineage knows of how its units are used: one value, of four kinds; `_extend` has the guessed
+one, that of driven modules.
+
+    Schedule(order=[...])          fixed
+    Schedule(order="recorded")     recorded ── the first step, without a plan ──▶ fixed: as the first rank used them
+    nothing                        default ── a module says it better ──▶ guessed ── the first step ──▶ fixed
+
+While an order is recorded, every use is one that no plan names. A guess is followed, and what ranks really did becomes
+the order after the first step.
+
+Plan: when each unit is gathered, how long it lives, and where. Pure: a layout and a schedule in, integers out.
 
 A plan is a cyclic program of uses. Three units in the default order, at depth 1 (`g` gathered meanwhile, `U` used):
 
@@ -14,25 +66,477 @@ gather runs past the last use. Gradients leave through staging, sized by what tr
 until the next but one needs some, so that compute waits for a reduction only when two more are due.
 
     schedule + layout -> uses (`program`) -> lives (`lives_of`) -> addresses (`pack`) -> Plan (hash, print)
+
+Records: what each verb does with a bucket, as routes of collectives. Pure; worked out once a bucket.
+
+| verb    | from               | to                     | as                                   |
+|---------|--------------------|------------------------|--------------------------------------|
+| unshard | what is stored     | whole                  | `unshard`; `beside` on the side lane |
+| reduce  | fresh gradients    | main gradients         | `reduce[True]`                       |
+| reduce  | fresh gradients    | as far as it needs be  | `reduce[False]`, `last_microbatch=False`        |
+| finish  | as far as that was | main gradients         | `finish_reductions`                             |
+| step    | main weights       | compute copies         | `step`                               |
+
+The engine (`_engine/gathers.py`, `_engine/staging.py`) carries them out on lanes, a traced step (`_graph/traced.py`) as
+operations of a graph.
 """
 
 from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from heapq import heappop, heappush
+from itertools import accumulate, groupby, pairwise
+from typing import Any, ClassVar, NamedTuple
+
+import torch
 
 from .._common.calls import provided
-from .._common.errors import expect
-from .._spec.schedule import Schedule, named, schedule_of
+from .._common.errors import ScheduleError, SpecError, expect
+from .._common.tree import PathIndex
+from .._spec.schedule import Order, Schedule, named, schedule_of
+from .._spec.spec import Traits
+from .._spec.units import in_order_of_use
 from .layout import STAGED, Bucket, Layout, aligned
-from .pack import Interval, pack
-from .program import Program, program
-from .route import Partial, Replicated, states_of
+from .route import Coordinate, How, Partial, Replicated, Route, States, all_axes, route, states_of
+
+Interval = tuple[int, int]  # first and last moment of a life, both included
+PAIRS = 100  # that are looked at, for each thing
+WORK = 150_000  # placements tried while searching for a better first fit
+PATIENCE = 12  # tries without progress before the next order
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Addresses (one for each thing), the bytes they need in all, the lower bound, and the rule that found them."""
+
+    addresses: tuple[int, ...]
+    total: int
+    bound: int
+    rule: str
+
+
+def pack(sizes: Sequence[int], lives: Sequence[Sequence[Interval]], kept: Collection[int] = ()) -> Packing:
+    """Addresses for things of `sizes` (bytes), live during `lives`, such that none ever lie over each other.
+
+    Args:
+        kept: things that live long: their bytes may be added to whatever the others need.
+
+    Returns:
+        A packing of `bound` bytes if the rules above find one, else the smallest found. The bound is the largest sum of
+        sizes that are live at one moment. Deterministic: every rank finds the same.
+
+    >>> pack([3, 4, 2], [[(0, 0)], [(0, 1)], [(1, 2)]])
+    Packing(addresses=(0, 3, 0), total=7, bound=7, rule='two sides')
+    """
+    everything = range(len(sizes))
+    above = set(kept)
+    rest = [i for i in everything if i not in above]
+    bound, pairs = _most(sizes, lives, everything)
+    rules: list[tuple[str, Callable[[], list[int] | None]]]
+    if pairs <= PAIRS * len(sizes):
+        near = _meet(sizes, lives, everything)
+        rules = [
+            ("two sides", lambda: _two_sides(sizes, near, everything)),
+            ("two sides, kept above", lambda: _above(sizes, above, _two_sides(sizes, near, rest))),
+            ("first fit", lambda: _search(sizes, lives, near, bound)),
+            ("slots, kept above", lambda: _above(sizes, above, _slots(sizes, near, rest))),
+        ]
+    elif _most(sizes, lives, rest)[1] <= PAIRS * len(sizes):
+        near = _meet(sizes, lives, rest)
+        rules = [
+            ("two sides, kept above", lambda: _above(sizes, above, _two_sides(sizes, near, rest))),
+            ("slots, kept above", lambda: _above(sizes, above, _slots(sizes, near, rest))),
+        ]
+    else:
+        rules = [("nothing shared", lambda: _above(sizes, set(everything), [0] * len(sizes)))]
+    best: Packing | None = None
+    for rule, find in rules:
+        addresses = find()
+        if addresses is None:
+            continue
+        total = _top(sizes, addresses, everything)
+        if best is None or total < best.total:
+            best = Packing(tuple(addresses), total, bound, rule)
+        if best.total == bound:
+            break
+    assert best is not None  # the last rule always finds one
+    return best
+
+
+def _top(sizes: Sequence[int], addresses: Sequence[int], things: Iterable[int]) -> int:
+    return max((addresses[i] + sizes[i] for i in things), default=0)
+
+
+def _moments(
+    lives: Sequence[Sequence[Interval]], things: Iterable[int]
+) -> Iterator[tuple[int, list[int], dict[int, None]]]:
+    """As time goes on: who comes, who has gone since the last one came, and who is there."""
+    events = sorted((first, last, i) for i in things for first, last in lives[i])
+    live: dict[int, None] = {}
+    ends: list[tuple[int, int]] = []
+    for first, last, i in events:
+        gone = []
+        while ends and ends[0][0] < first:
+            gone.append(heappop(ends)[1])
+            del live[gone[-1]]
+        assert i not in live, "a thing's own intervals must not overlap"
+        yield i, gone, live
+        live[i] = None
+        heappush(ends, (last, i))
+
+
+def _most(sizes: Sequence[int], lives: Sequence[Sequence[Interval]], things: Iterable[int]) -> tuple[int, int]:
+    """The largest sum of bytes live at once, and how many pairs meet, counted each time."""
+    now = bound = pairs = 0
+    for i, gone, live in _moments(lives, things):
+        now += sizes[i] - sum(sizes[j] for j in gone)
+        bound, pairs = max(bound, now), pairs + len(live)
+    return bound, pairs
+
+
+def _meet(sizes: Sequence[int], lives: Sequence[Sequence[Interval]], things: Iterable[int]) -> list[set[int]]:
+    """Who is ever live together with whom."""
+    near: list[set[int]] = [set() for _ in sizes]
+    for i, _, live in _moments(lives, things):
+        near[i].update(live)
+        for j in live:
+            near[j].add(i)
+    return near
+
+
+def _two_sides(sizes: Sequence[int], near: Sequence[set[int]], things: Iterable[int]) -> list[int] | None:
+    """Those of one colour from the bottom up, those of the other from the top down; None if two colours are too few."""
+    chosen = set(things)
+    side: dict[int, int] = {}
+    for root in sorted(chosen):
+        if root in side:
+            continue
+        side[root], queue = 0, [root]
+        while queue:
+            i = queue.pop()
+            for j in near[i] & chosen:
+                if j not in side:
+                    side[j] = 1 - side[i]
+                    queue.append(j)
+                elif side[j] == side[i]:
+                    return None
+    top = max((sizes[i] + max((sizes[j] for j in near[i] & chosen), default=0) for i in chosen), default=0)
+    return [top - sizes[i] if side.get(i) else 0 for i in range(len(sizes))]
+
+
+def _above(sizes: Sequence[int], kept: AbstractSet[int], addresses: list[int] | None) -> list[int] | None:
+    """The kept ones stacked on top of all others, which have `addresses` already."""
+    if addresses is None:
+        return None
+    at = _top(sizes, addresses, (i for i in range(len(sizes)) if i not in kept))
+    for i in sorted(kept):
+        addresses[i] = at
+        at += sizes[i]
+    return addresses
+
+
+def _slots(sizes: Sequence[int], near: Sequence[set[int]], things: Sequence[int]) -> list[int]:
+    """Max-pool: colour in order of first use, give each colour one slot as large as its largest."""
+    colour: dict[int, int] = {}
+    widths: list[int] = []
+    last = -1
+    for i in things:
+        taken = {colour[j] for j in near[i] if j in colour}
+        # The least recently used of the free ones: round robin in a chain, which needs no more than depth + 1.
+        turn = [(last + 1 + k) % len(widths) for k in range(len(widths))]
+        last = next((c for c in turn if c not in taken), len(widths))
+        if last == len(widths):
+            widths.append(0)
+        colour[i] = last
+        widths[last] = max(widths[last], sizes[i])
+    below = [0, *accumulate(widths)]
+    return [below[colour[i]] if i in colour else 0 for i in range(len(sizes))]
+
+
+def _first_fit(sizes: Sequence[int], near: Sequence[set[int]], order: Iterable[int]) -> list[int]:
+    """One after the other, each at the lowest address where it meets nobody."""
+    addresses = [-1] * len(sizes)
+    for i in order:
+        at, size = 0, sizes[i]
+        for start, stop in sorted([(addresses[j], addresses[j] + sizes[j]) for j in near[i] if addresses[j] >= 0]):
+            if start - at >= size:
+                break
+            at = max(at, stop)
+        addresses[i] = at
+    return addresses
+
+
+def _search(
+    sizes: Sequence[int], lives: Sequence[Sequence[Interval]], near: Sequence[set[int]], bound: int
+) -> list[int]:
+    """First fit from a few good orders; then, while there is work left, again with what stuck out placed first."""
+    span = [sum(last - first + 1 for first, last in intervals) for intervals in lives]
+    start = [min((first for first, _ in intervals), default=0) for intervals in lives]
+    everything = range(len(sizes))
+    orders = [
+        sorted(everything, key=lambda i: (-sizes[i], -span[i], start[i])),
+        sorted(everything, key=lambda i: (-span[i], -sizes[i], start[i])),
+        sorted(everything, key=lambda i: (-sizes[i] * span[i], start[i])),
+        sorted(everything, key=lambda i: (start[i], -sizes[i])),
+    ]
+    work = WORK
+    cost = max(1, len(sizes), sum(map(len, near)) // 4)
+    best, least = [0] * len(sizes), -1
+    for order in orders:
+        stuck = 0
+        while least != bound and stuck < PATIENCE:
+            addresses = _first_fit(sizes, near, order)
+            total = _top(sizes, addresses, everything)
+            work -= cost
+            stuck += 1
+            if least < 0 or total < least:
+                best, least, stuck = addresses, total, 0
+            if work <= 0:
+                return best
+            high = {i for i in order if addresses[i] + sizes[i] > max(bound, least - 1)} or {order[-1]}
+            order = sorted(order, key=lambda i: i not in high)  # stable: the others keep their order
+    return best
+
+
+@dataclass(frozen=True)
+class KnownOrder:
+    """What is known of the order of use.
+
+    Attributes:
+        open: whether ranks decide on the order at the end of a step.
+        recording: whether it is being recorded, and nothing is planned.
+        what: the order's name in errors of ranks that wait for each other to decide.
+    """
+
+    open: ClassVar[bool] = False
+    recording: ClassVar[bool] = False
+    what: ClassVar[str] = ""
+
+    def used(self, names: Sequence[str]) -> KnownOrder:
+        """One more call, where an order is recorded."""
+        return self
+
+    def turned(self) -> KnownOrder:
+        """The forward is over, where an order is recorded and it was not before."""
+        return self
+
+    @property
+    def said(self) -> Any:
+        """What this rank tells the others at the end of a step; None where there is nothing to decide."""
+        return None
+
+    def decided(self, everyone: Sequence[Any], planned: Order, frozen: Collection[str]) -> Decision | None:
+        """The order by what every rank has said; None if it stays open.
+
+        Args:
+            planned: the order that the step was planned by. frozen: units without a gradient.
+        """
+        raise NotImplementedError
+
+
+Decision = tuple[Order, int | None]  # calls, and how many uses of them are the forward, if that is known
+
+
+@dataclass(frozen=True)
+class FixedOrder(KnownOrder):
+    """The plan's order is that of the program."""
+
+
+@dataclass(frozen=True)
+class DefaultOrder(KnownOrder):
+    """That of the layout, until a module's structure says it better."""
+
+
+@dataclass(frozen=True)
+class RecordedOrder(KnownOrder):
+    """It is being recorded: the calls of this step so far, and how many uses of them are the forward, once known."""
+
+    open: ClassVar[bool] = True
+    recording: ClassVar[bool] = True
+    what: ClassVar[str] = "the recorded order"
+    calls: Order = ()
+    forward: int | None = None
+
+    def used(self, names: Sequence[str]) -> RecordedOrder:
+        call = names[0] if len(names) == 1 else tuple(names)
+        return replace(self, calls=(*self.calls, call))
+
+    def turned(self) -> RecordedOrder:
+        if self.forward is not None:
+            return self
+        return replace(self, forward=len(Program(self.calls).order))
+
+    @property
+    def said(self) -> Any:
+        return self if self.calls else None
+
+    def decided(self, everyone: Sequence[Any], planned: Order, frozen: Collection[str]) -> Decision | None:
+        """As the first rank used them."""
+        return everyone[0].calls, everyone[0].forward
+
+
+def known(schedule: Schedule) -> KnownOrder:
+    """What a schedule says before the first step."""
+    if schedule.order == "recorded":
+        return RecordedOrder()
+    return DefaultOrder() if schedule.order is None else FixedOrder()
+
+
+@dataclass(frozen=True)
+class Program:
+    """Units in order of use, each use of a group counted on its own.
+
+    Attributes:
+        calls: the units, one or a group each.
+        once: it is one pass, even if it looks like several.
+    """
+
+    calls: Order
+    once: bool = False
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """The unit of each use."""
+        return tuple(name for names in map(names_of, self.calls) for name in names)
+
+    @cached_property
+    def groups(self) -> tuple[Interval, ...]:
+        """For each use, the first and the last of those at once with it: `(k, k)` where it is alone."""
+        ends = accumulate((len(names_of(call)) for call in self.calls), initial=0)
+        return tuple((first, end - 1) for first, end in pairwise(ends) for _ in range(first, end))
+
+    @cached_property
+    def uses(self) -> dict[str, list[int]]:
+        """Each unit's uses; units in order of first use."""
+        found: dict[str, list[int]] = {}
+        for k, name in enumerate(self.order):
+            found.setdefault(name, []).append(k)
+        return found
+
+    @cached_property
+    def length(self) -> int:
+        """Uses of one pass. Several equal passes, each of which uses units twice, are one of several microbatches."""
+        calls, count = self.calls, len(self.calls)
+        for n in range(1, 1 if self.once else count):
+            if count % n == 0 and calls[n:] == calls[:-n]:
+                once = Program(calls[:n])
+                if len(once.uses) < len(once.order):
+                    return len(once.order)
+        return len(self.order)
+
+    @cached_property
+    def newest(self) -> int:
+        """How many uses there are up to the first one of the last new unit, its group included."""
+        return 1 + self.groups[max(ks[0] for ks in self.uses.values())][1]
+
+    @cached_property
+    def turn(self) -> int:
+        """Uses of the forward: up to the last new unit, and then tied ones for as long as what is left is no backward.
+
+        >>> Program(("a", "b", "c", "c", "b", "a")).turn, Program(("a", "b", "c", "a", "a", "c", "b", "a")).turn
+        (3, 4)
+        """
+        ends = dict.fromkeys(last + 1 for _, last in self.groups[self.newest - 1 : self.length])
+        reaches = self._reaches()
+        for end in ends:
+            if end - self.newest < self.length - end and reaches[end] < end:
+                return end
+        return self.newest
+
+    def _reaches(self) -> list[int]:
+        """For each use, up to which one the program has to have come so that this use and all after it may be its
+        backward: they are in the reverse order of some of the uses up to there. Its length where there are none."""
+        never = len(self.order)
+        calls = [*dict.fromkeys(self.groups)]
+        found = [0] * self.length
+        at = 0
+        for k in reversed(range(self.length)):
+            while at < len(calls) and self.order[k] not in self.order[calls[at][0] : calls[at][1] + 1]:
+                at += 1
+            found[k] = calls[at][1] if at < len(calls) else never
+        return found
+
+    def completed(self, forward: int | None = None) -> list[tuple[str, int]]:
+        """(unit, use) in order of time: where the gradient of each unit is complete, in each pass.
+
+        That is its last use; or, where that lies in the forward, where all units that were new after it are complete.
+        Within one use: reverse order of first use.
+
+        Args:
+            forward: how many uses the forward has, if that is known.
+
+        >>> Program(("a", "b", "c", "a", "c", "b")).completed()
+        [('c', 4), ('b', 5), ('a', 5)]
+        """
+        turn = forward or self.turn
+        uses = {name: [k for k in ks if k < self.length] for name, ks in self.uses.items()}
+        found: list[tuple[str, int]] = []
+        latest = 0
+        for name in reversed(uses):
+            last = uses[name][-1]
+            latest = max(latest, last)
+            found.append((name, last if last >= turn else latest))
+        found.sort(key=lambda item: item[1])  # stable: reverse order of first use
+        return [(name, begin + k) for begin in range(0, len(self.order), self.length) for name, k in found]
+
+
+def program(layout: Layout, schedule: Schedule) -> Program:
+    """The program of a schedule. Every name that the schedule mentions is checked here.
+
+    Raises:
+        SpecError: a name that the layout does not have.
+        ScheduleError: the order is still to be recorded.
+    """
+    if schedule.order == "recorded":
+        raise ScheduleError(
+            "plan: Schedule(order='recorded') has no order before the first step. Give an order, as "
+            "Schedule(order=('a', 'b', 'b', 'a')), or look at state.cursor after a step."
+        )
+    found = Program(schedule.order) if schedule.order is not None else Program(_default(layout), once=True)
+    names = tuple(layout.by_name)
+    keep = schedule.keep if isinstance(schedule.keep, tuple) else ()
+    depths = () if isinstance(schedule.prefetch, int) else tuple(name for name, _ in schedule.prefetch)
+    unknown = tuple(name for name in found.uses if name not in layout.by_name)
+    index = PathIndex(names)
+    for what, wanted in (("order", unknown), ("keep", keep), ("prefetch", depths)):
+        for name in wanted:
+            if what == "order" or (name != "*" and not index.any(name)):
+                raise SpecError(
+                    f"Schedule({what}): {name!r} {'is not a unit' if what == 'order' else 'matches no unit'} of this "
+                    f"layout. Its {len(names)} units are {', '.join(map(repr, names[:4]))}"
+                    f"{', ...' if len(names) > 4 else ''}. Use one of them, or leave {what} out."
+                )
+    return found
+
+
+def names_of(call: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The units of a call."""
+    return (call,) if isinstance(call, str) else call
+
+
+def _default(layout: Layout) -> tuple[str, ...]:
+    """All units forward, then backward. A tied unit is used again before the unit that comes after its further path."""
+    forward: list[str] = []
+    seen: set[str] = set()
+    tied: dict[str, None] = {}  # used again before the next new unit
+    for i in in_order_of_use(layout.paths):
+        path, source = layout.paths[i], layout.source[i]
+        name = layout.unit_of[source]
+        if path != source:
+            if name not in (tied or forward[-1:]):
+                tied[name] = None
+        elif name not in seen:
+            seen.add(name)
+            forward += [*tied, name]
+            tied = {}
+    forward = [name for name, _ in groupby([*forward, *tied])]
+    return (*forward, *reversed(forward))
+
 
 _plan_table = provided("look.plan_table")
 TRIED = 1 << 20  # sets of units that are tried for a budget; of more kinds of units all or none stay
@@ -460,3 +964,76 @@ def _plan_reductions(
         Reduction(name, k, end, at, size, _parts(trains[name], at, [b.staged for b in trains[name]]), beside[name])
         for (name, k), end, at, size in placed
     ), packing.total
+
+
+class Records(NamedTuple):
+    """Of one bucket, see the table at the top of this file."""
+
+    unshard: Route
+    beside: Route
+    reduce: dict[bool, Route]
+    finish: Route
+    step: Route
+
+
+def keeps_copy(bucket: Bucket) -> bool:
+    """Whether compute weights persist beside main weights: they are less sharded, or whole and of another dtype, or
+    `Precision(gather=)` asks for them; or main weights are in the host's memory, from which a gather would have to
+    fetch them twice a step."""
+    if bucket.on_host or bucket.copy:
+        return True
+    return not _sharded_alike(bucket) or (not bucket.placement.weights and bucket.compute is not bucket.main)
+
+
+def copied_alike(bucket: Bucket) -> bool:
+    """Whether each rank's part of a compute copy is that of main weights, so that an update alone can renew it."""
+    if bucket.in_float8 or bucket.gather_codec is not None or bucket.on_host or bucket.by_leaf:
+        return False
+    return keeps_copy(bucket) and _sharded_alike(bucket)
+
+
+def _sharded_alike(bucket: Bucket) -> bool:
+    """Whether weights are sharded along the axes of main weights."""
+    return set(bucket.placement.weights) == set(bucket.placement.main)
+
+
+def gathering(bucket: Bucket, states: States, target: States, here: Coordinate, lane: str) -> Route:
+    """Weights, in the dtype in which they are gathered."""
+    return route(bucket.gathered, states, target, here, How(bucket.gather, bucket.gather, (lane, lane)))
+
+
+def reducing(
+    bucket: Bucket, states: States, target: States, here: Coordinate, average: str, traits: Traits, share: int = 1
+) -> Route:
+    """Gradients, in the wire's dtype; where sums are exact in float32 from the first one on. The first axis is reduced
+    on the reduce lane, a second one on the outer lane."""
+    fresh = states == all_axes(bucket, Partial)
+    exact = bucket.exact and fresh  # what has been added up once carries float32
+    then = torch.float32 if bucket.exact else bucket.wire
+    packs = bucket.codec is not None and (fresh or bool(bucket.codec_axis))
+    wire = bucket.wire if fresh else then
+    how = How(wire, then, ("reduce", "outer"), average, exact, traits.averages, share, packs)
+    return route(bucket, states, target, here, how)
+
+
+@lru_cache(maxsize=1 << 16)
+def records(bucket: Bucket, here: Coordinate, average: str, traits: Traits) -> Records:
+    """Of the rank at `here`. `average`: "mean" or "sum"."""
+    stored = states_of(bucket, "weights" if keeps_copy(bucket) else "main")  # what a gather reads
+    whole, final = all_axes(bucket, Replicated), states_of(bucket, "main")
+    fresh, rest = all_axes(bucket, Partial), states_of(bucket, "grads", Partial)
+    ends = {True: final, False: rest}
+    return Records(
+        gathering(bucket, stored, whole, here, traits.gathers),
+        gathering(bucket, stored, whole, here, "side"),
+        {last: reducing(bucket, fresh, ends[last], here, average, traits, bucket.share) for last in ends},
+        reducing(bucket, rest, final, here, average, traits),
+        gathering(bucket, final, stored, here, "side"),
+    )
+
+
+def staging_slots(layout: Layout, here: Coordinate, average: str, traits: Traits, kept: bool) -> int:
+    """How many reductions in a row have staging of their own. Where the transport keeps the staging (on lanes that copy
+    it there) and one lane reduces in order, each lies where the last one lay."""
+    ways = [records(bucket, here, average, traits).reduce for bucket in layout.trainable.values()] if kept else []
+    return 1 if kept and all(way.ends == "reduce" for both in ways for way in both.values()) else REDUCTIONS_AT_ONCE

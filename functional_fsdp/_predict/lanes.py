@@ -10,7 +10,7 @@ The next step begins where the updates end; the host may be ahead of it. Of thre
 
 Traffic: what a unit's gather, its reduction and the refresh after an update send, and how long that takes. Pure.
 
-The records of the collectives are those that the engine carries out (`_plan.records`). An axis whose ranks are on one
+The records of the collectives are those that the engine carries out (`_plan.plan`). An axis whose ranks are on one
 host goes by the links within it, any other by those between hosts, and by as many of them as the group has ranks on a
 host.
 """
@@ -24,8 +24,7 @@ from functools import cached_property
 
 from .._common.record import Collective
 from .._plan.layout import Bucket, Layout, Unit
-from .._plan.plan import Plan
-from .._plan.records import Records, keeps_copy, records
+from .._plan.plan import Plan, Records, keeps_copy, records
 from .._spec.spec import Spec
 from ..look.timeline import Span
 from .hardware import Hardware, Link

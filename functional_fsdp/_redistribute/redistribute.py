@@ -36,7 +36,7 @@ from .._engine.gathers import resolve_transport
 from .._nn.packed_weight import PackedWeight
 from .._optim.optimizer import initial
 from .._plan.layout import Bucket, Layout, Leaf, LeafInfo
-from .._plan.records import keeps_copy
+from .._plan.plan import keeps_copy
 from .._plan.route import Partial, Replicated, all_axes, states_of
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import Runtime, runtime_of

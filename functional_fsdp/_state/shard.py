@@ -20,7 +20,7 @@ from .._nn.packed_weight import PackedWeight
 from .._nn.skeleton import is_dtensor, local_part
 from .._optim.optimizer import as_optimizer, check_labels, initial
 from .._plan.layout import Bucket, Layout, Leaf, LeafInfo, Unit, plan_layout
-from .._plan.records import keeps_copy
+from .._plan.plan import keeps_copy
 from .._plan.route import residual_states, states_of
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import Runtime, runtime_of

@@ -34,8 +34,7 @@ from .._common.calls import provided
 from .._common.device import keeps_released
 from .._common.record import Collective, Mark, Steps
 from .._nn.packed_weight import PackedWeight
-from .._plan.bucket import rows_of
-from .._plan.layout import Bucket, Unit
+from .._plan.layout import Bucket, Unit, rows_of
 from .._spec.codec import Form
 from .flat import FlatBuffer, leaves_of
 

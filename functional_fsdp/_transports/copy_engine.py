@@ -20,8 +20,7 @@ import torch
 from .._common.record import ARENA, Collective, Steps, together
 from .._engine.gathers import Carrier, GatherSteps, Portions
 from .._plan.layout import Bucket, Layout, Unit
-from .._plan.plan import Plan
-from .._plan.records import records
+from .._plan.plan import Plan, records
 from .._plan.route import Route
 from .._runtime.runtime import Runtime
 from .._spec.spec import Traits, Transport

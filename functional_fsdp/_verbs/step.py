@@ -32,7 +32,7 @@ from .._common.ranges import ranged
 from .._common.record import Collective, Mark, Steps
 from .._common.torch_names import foreach_copy_, profiler, pytree
 from .._optim.optimizer import Sender, check, in_own_dicts, put, runs, tensors_of
-from .._plan.records import copied_alike
+from .._plan.plan import copied_alike
 from .._runtime.given import WHOLE, Lacking, Leaves, NewCounts
 from .._state.lineage import Version
 from .._state.state import State

@@ -35,11 +35,9 @@ import torch
 from .._common.errors import SpecError, as_path
 from .._common.record import Collective
 from .._common.tree import bytes_text
-from .._plan.bucket import ALIGN, Bucket
 from .._plan.cursor import Cursor
-from .._plan.layout import Layout, LeafInfo, plan_layout
-from .._plan.plan import Plan, make_plan
-from .._plan.records import keeps_copy
+from .._plan.layout import ALIGN, Bucket, Layout, LeafInfo, plan_layout
+from .._plan.plan import Plan, keeps_copy, make_plan
 from .._spec.placement import Placement
 from .._spec.spec import Spec
 

@@ -9,8 +9,7 @@ import torch
 
 from .._common.device import best_device, in_host_memory, keeps_released
 from .._common.torch_names import pytree
-from .._plan.plan import Plan, make_plan
-from .._plan.records import staging_slots
+from .._plan.plan import Plan, make_plan, staging_slots
 from .._spec.schedule import Schedule
 from .._state.state import State
 from .._storage.flat import FlatBuffer

@@ -15,8 +15,7 @@ from support.tables import FULL, product
 
 import functional_fsdp as fsdp
 from functional_fsdp import Layout, Schedule, ScheduleError, Spec
-from functional_fsdp._plan.advance import Action, Positions, advance, nominal
-from functional_fsdp._plan.cursor import Cursor, numbers
+from functional_fsdp._plan.cursor import Action, Cursor, Positions, advance, nominal, numbers
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
 from functional_fsdp._plan.plan import ALIGN, Plan, make_plan
 
@@ -956,7 +955,7 @@ def test_positions_are_what_advance_says(example: Example, data: Any) -> None:
 def test_the_nominal_path_is_made_with_the_plan(bounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     p = make_plan(stack([3, 1, 4, 1, 5]), Schedule())
     positions = Positions(p)
-    monkeypatch.setattr("functional_fsdp._plan.advance.advance", None)  # from here on nothing is worked out
+    monkeypatch.setattr("functional_fsdp._plan.cursor.advance", None)  # from here on nothing is worked out
     position, gathers, reductions = positions.start, [], []
     for event in nominal(p, bounded):
         position, actions = position[event]
@@ -967,7 +966,7 @@ def test_the_nominal_path_is_made_with_the_plan(bounded: bool, monkeypatch: pyte
 
 
 def test_positions_beside_the_nominal_path_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("functional_fsdp._plan.advance.OTHERS", 20)
+    monkeypatch.setattr("functional_fsdp._plan.cursor.OTHERS", 20)
     p = made(6)
     positions = Positions(p)
     nominal_ones = len(positions.known)

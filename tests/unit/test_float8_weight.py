@@ -15,7 +15,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import Float8Weight, Precision, ScheduleError, Spec, SpecError, extend
 from functional_fsdp import transforms as T
 from functional_fsdp._common.torch_names import pytree
-from functional_fsdp._plan.records import copied_alike, keeps_copy
+from functional_fsdp._plan.plan import copied_alike, keeps_copy
 
 E4M3, E5M2, BF16, F32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
 RULES = {"*.weight": Precision(compute=BF16, gather=E4M3), "*": Precision(compute=BF16)}

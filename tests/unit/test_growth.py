@@ -23,7 +23,7 @@ from support.golden import TREES, line_of
 import functional_fsdp as fsdp
 import functional_fsdp.transforms as T
 from functional_fsdp import Schedule, Spec
-from functional_fsdp._plan.advance import Positions
+from functional_fsdp._plan.cursor import Positions
 from functional_fsdp._plan.layout import Layout, LeafInfo, plan_layout
 from functional_fsdp._plan.plan import make_plan
 from functional_fsdp.look.peak import Stretch, find_peak

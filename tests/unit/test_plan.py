@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 import functional_fsdp as fsdp
 from functional_fsdp import Layout, Precision, ScheduleError, Spec, SpecError
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
-from functional_fsdp._plan.pack import pack
-from functional_fsdp._plan.plan import ALIGN, Gather, Plan, PlannedUnit, Reduction, make_plan
+from functional_fsdp._plan.plan import ALIGN, Gather, Plan, PlannedUnit, Reduction, make_plan, pack
 from functional_fsdp._spec.schedule import Schedule
 from functional_fsdp.look.draw import Panel
 from functional_fsdp.look.timeline import Timeline, _lives, predict
@@ -155,7 +154,7 @@ def test_every_plan_is_sound_and_within_depth_plus_one_slots_plus_kept(kibs: lis
 @pytest.mark.parametrize("depth", [2, 3, 5])
 def test_slots_bound_the_arena_whatever_the_search_finds(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     """With a search that lays everything end to end."""
-    end_to_end = "functional_fsdp._plan.pack._search"
+    end_to_end = "functional_fsdp._plan.plan._search"
     monkeypatch.setattr(end_to_end, lambda sizes, *_: [sum(sizes[:i]) for i in range(len(sizes))])
     p = make_plan(stack([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5] * 3), Schedule(prefetch=depth, keep=("u5", "u1[0-3]")))
     check(p)

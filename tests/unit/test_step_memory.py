@@ -11,8 +11,7 @@ import torch.nn as nn
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
-from functional_fsdp._plan.plan import make_plan
-from functional_fsdp._plan.records import staging_slots
+from functional_fsdp._plan.plan import make_plan, staging_slots
 from functional_fsdp.look.peak import Stretch, find_peak
 
 WIDTH, ROWS = 256, 128

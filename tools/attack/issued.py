@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import functional_fsdp as fsdp
-from functional_fsdp._plan.advance import advance
-from functional_fsdp._plan.cursor import Cursor
+from functional_fsdp._plan.cursor import Cursor, advance
 
 from .verdict import Wrong
 
