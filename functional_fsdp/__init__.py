@@ -68,17 +68,15 @@ from ._predict.tune import Candidate, Tuned, tune
 from ._redistribute.redistribute import free_arena, freeze, redistribute, unfreeze
 from ._redistribute.replace import replace_extras, replace_grads, replace_params
 from ._simulate.world import Traffic
-from ._spec.codec import Codec
 from ._spec.placement import Placement, ddp, hfsdp, hsdp, zero1, zero2, zero3
-from ._spec.precision import Precision
-from ._spec.schedule import Schedule
-from ._spec.spec import Spec
+from ._spec.precision import Codec, Precision
+from ._spec.spec import Schedule, Spec
 from ._spec.units import units
 from ._state.export import buffers, full_params, local_shards, state_dict
 from ._state.init import init
 from ._state.shard import make_layout, shard
 from ._state.state import State
-from ._storage.flat import FlatBuffer
+from ._storage import FlatBuffer
 from ._transports import peer_memory as _signals  # noqa: F401
 from ._transports.auto import symmetric
 from ._verbs.metrics import pmax, pmean, psum

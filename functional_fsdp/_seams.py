@@ -22,8 +22,7 @@ from ._nn.skeleton import aliases_of, changed, local_part, refuse_meta
 from ._optim.optimizer import put
 from ._plan.cursor import Collision
 from ._runtime.given import NewCounts
-from ._storage.flat import clear_padding
-from ._storage.weights import spoilt
+from ._storage import clear_padding, spoilt
 from ._transports import cuda_driver
 from .look.peak import StepMemory, Stretch, find_peak
 from .look.sizes import plan_for, steps_on

@@ -51,8 +51,7 @@ from ._nn.skeleton import Placeholder, every_buffer, skeleton_of
 from ._optim.optimizer import Sender
 from ._spec.spec import Transport
 from ._state.state import FIELDS, State
-from ._storage.flat import gather_leaves, leaf_shards
-from ._storage.weights import BucketPlace, Loan, is_lent, loan_of
+from ._storage import BucketPlace, Loan, gather_leaves, is_lent, leaf_shards, loan_of
 from ._verbs.metrics import all_reduce
 from .look.sizes import state_bytes
 

@@ -19,10 +19,10 @@ from .._common.errors import SpecError
 from .._common.record import Collective
 from .._plan.layout import LeafInfo, Lies
 from .._runtime.runtime import runtime_of
-from .._spec.codec import Codec
 from .._spec.placement import Placement
+from .._spec.precision import Codec
 from .._spec.spec import Spec
-from .._storage.flat import FlatBuffer, leaves_of
+from .._storage import FlatBuffer, leaves_of
 from .along import Along
 
 __all__ = [

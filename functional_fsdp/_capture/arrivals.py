@@ -40,7 +40,7 @@ from .._host_memory.cut import cut, cuts
 from .._optim.optimizer import labels_of
 from .._runtime.given import NewCounts
 from .._runtime.lanes import HostLanes
-from .._storage.flat import FlatBuffer
+from .._storage import FlatBuffer
 from .._verbs.step import in_place, renew
 
 if TYPE_CHECKING:

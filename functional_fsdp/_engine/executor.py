@@ -28,10 +28,8 @@ from .._plan.layout import Layout
 from .._plan.plan import FixedOrder, KnownOrder, Plan, first_plan, known, make_plan, staging_slots
 from .._runtime.lanes import Waiting
 from .._runtime.runtime import Runtime
-from .._spec.schedule import Order
-from .._spec.spec import Spec
-from .._storage.flat import FlatBuffer
-from .._storage.weights import Stored
+from .._spec.spec import Order, Spec
+from .._storage import FlatBuffer, Stored
 from .gathers import Carrier, Gathers
 from .reductions import Reductions
 from .sink import GradientSink

@@ -59,19 +59,7 @@ from .._plan.plan import Plan, records
 from .._plan.route import Route
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.spec import Spec, Traits, Transport
-from .._storage.weights import (
-    VERSION,
-    BucketPlace,
-    Filling,
-    Gathered,
-    Loan,
-    Place,
-    Stored,
-    gather,
-    lent_unit,
-    own_of,
-    read,
-)
+from .._storage import VERSION, BucketPlace, Filling, Gathered, Loan, Place, Stored, gather, lent_unit, own_of, read
 from .sink import GradientSink
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from .._plan.cursor import Move
 from .._plan.route import states_of
 from .._runtime.given import GradientMask
 from .._runtime.runtime import Runtime
-from .._storage.flat import FlatBuffer
-from .._storage.weights import owned
+from .._storage import FlatBuffer, owned
 from .gathers import Carrier, Gathers
 from .sink import GradientSink
 from .staging import Staging, Values

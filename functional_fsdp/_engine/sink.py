@@ -24,9 +24,7 @@ from .._plan.layout import Bucket, Layout, Unit
 from .._plan.route import States
 from .._runtime.lanes import HostLanes
 from .._runtime.runtime import Runtime
-from .._storage.flat import FlatBuffer, clear_padding
-from .._storage.gradients import in_order
-from .._storage.weights import Stored
+from .._storage import FlatBuffer, Stored, clear_padding, in_order
 
 _gradients_on_host = provided("host_memory.gradients_on_host")
 

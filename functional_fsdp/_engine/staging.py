@@ -46,8 +46,7 @@ from .._plan.plan import REDUCTIONS_AT_ONCE, Plan, Records, records
 from .._plan.route import Route, states_of
 from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
-from .._storage.flat import templates
-from .._storage.gradients import refuse_meta
+from .._storage import refuse_meta, templates
 from .gathers import Carrier
 from .sink import BucketConsumer, GradientSink
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from .._common.calls import provide
 from .._common.errors import ScheduleError
-from .._distributed.ballots import Case
+from .._distributed import Case
 from .._engine.executor import Executor
 from .._engine.gathers import LANE, Gathers
 from .._runtime.agreement import place_of
 from .._runtime.runtime import Runtime
-from .._spec.schedule import Order
-from .._storage.weights import Gathered, Stored
+from .._spec.spec import Order
+from .._storage import Gathered, Stored
 
 
 def take_turn(gathers: Gathers, state: Stored, name: str) -> None:

@@ -26,9 +26,7 @@ from .._graph.traced import change as traced_change
 from .._graph.traced import change_weights as traced_change_weights
 from .._state.lineage import Version
 from .._state.state import State
-from .._storage.flat import FlatBuffer, clear_padding
-from .._storage.gradients import of_tree, of_unit
-from .._storage.weights import refresh
+from .._storage import FlatBuffer, clear_padding, of_tree, of_unit, refresh
 from .._verbs.metrics import Op, axes_of, over_axes
 from .._verbs.step import has_gradients
 from .._verbs.verbs import finish_reductions, no_unit

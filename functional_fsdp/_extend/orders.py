@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .._plan.plan import Decision, KnownOrder, Program, names_of
-from .._spec.schedule import Order
+from .._spec.spec import Order
 
 Seen = tuple[Order, Order, Collection[str]]  # what a rank did: forward, backward, and units without a gradient
 

@@ -34,7 +34,7 @@ from .._common.errors import ScheduleError
 from .._common.tracing import refuse, traced_as
 from .._plan.plan import DefaultOrder, Program
 from .._runtime.runtime import Runtime, runtime_of
-from .._spec.schedule import Order
+from .._spec.spec import Order
 from .._state.lineage import Lineage
 from .._state.state import State
 from .._verbs.verbs import no_unit

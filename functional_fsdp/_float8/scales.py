@@ -29,8 +29,7 @@ from .._common.record import Collective, over_each_axis
 from .._common.torch_names import foreach_copy_, foreach_norm
 from .._plan.layout import ALIGN, Bucket
 from .._runtime.runtime import runtime_of
-from .._storage.flat import FlatBuffer
-from .._storage.weights import alias_of
+from .._storage import FlatBuffer, alias_of
 from .weight import Float8Weight, take_float8
 
 __all__ = ["cast_float8", "cast_scaled", "rescale"]

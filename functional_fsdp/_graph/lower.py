@@ -35,8 +35,7 @@ from .._spec.spec import Spec
 from .._state.lineage import Lineage, Version
 from .._state.shard import describe, make_layout, no_residual
 from .._state.state import State
-from .._storage.flat import FlatBuffer
-from .._storage.weights import no_scales
+from .._storage import FlatBuffer, no_scales
 from .graph import RECORD, Imagined, graph_of, kind_of, refuse_values
 
 __all__ = [

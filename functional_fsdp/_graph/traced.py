@@ -52,7 +52,7 @@ from .._plan.route import Route, States, Step
 from .._runtime.given import ALL, Lacking, Seats
 from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
-from .._storage.flat import FlatBuffer, clear_padding
+from .._storage import FlatBuffer, clear_padding
 from .._verbs.step import counting, keep, may_step, put_back, update
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from .._common.torch_names import disable_current_modes, dispatch_modes, pytree
 from .._common.tree import bytes_text
 from .._plan.plan import first_plan
 from .._state.state import State
-from .._storage.flat import FlatBuffer
+from .._storage import FlatBuffer
 
 __all__ = [
     "CopyLane", "HostBuffer", "HostBuffers", "HostTransfer", "copy_lane", "host_transfer", "planned_transfer",

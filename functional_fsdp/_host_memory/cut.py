@@ -13,7 +13,7 @@ import torch
 from .._common.tree import register
 from .._plan.layout import ALIGN, aligned
 from .._plan.route import States
-from .._storage.flat import FlatBuffer
+from .._storage import FlatBuffer
 
 
 class Cut(FlatBuffer):

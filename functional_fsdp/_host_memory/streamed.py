@@ -25,8 +25,7 @@ from .._common.torch_names import pytree
 from .._optim.optimizer import FILL, runs
 from .._plan.layout import STAGED, Bucket, aligned
 from .._runtime.given import Leaves
-from .._storage.flat import FlatBuffer
-from .._storage.weights import own_part
+from .._storage import FlatBuffer, own_part
 from .._verbs.step import in_place
 from .cut import cut, cuts
 

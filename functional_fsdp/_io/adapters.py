@@ -23,7 +23,7 @@ from .._common.calls import alone
 from .._common.errors import SpecError, TreeError, as_path, expect
 from .._common.tree import flatten
 from .._state.state import State
-from .._storage.flat import whole_leaves
+from .._storage import whole_leaves
 from .checkpoint import saving
 from .folder import sync, write_file
 from .formats.hugging_face import CONFIG, in_file, in_merged, parts_of_adapter

@@ -48,8 +48,7 @@ from .._spec.spec import Spec
 from .._state.lineage import Version
 from .._state.shard import build, given, needs_spec
 from .._state.state import State
-from .._storage.flat import FlatBuffer, clear_padding
-from .._storage.weights import refresh
+from .._storage import FlatBuffer, clear_padding, refresh
 from .dcp_files import complete, read_tensors, write_tensors
 from .folder import Claim, check_shared, may_keep, partial, reading, unfinished
 from .manifest import (

@@ -19,7 +19,7 @@ from .._redistribute.replace import copies, renewed
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._storage.flat import FlatBuffer, whole_leaves, zeros
+from .._storage import FlatBuffer, whole_leaves, zeros
 from .._verbs.step import with_counts
 from .conversions import Conversions, checked
 from .manifest import as_there

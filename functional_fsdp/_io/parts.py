@@ -29,7 +29,7 @@ from .._plan.route import Partial, Replicated
 from .._redistribute.redistribute import Node, nodes_of
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
-from .._storage.flat import FlatBuffer, leaf_shards
+from .._storage import FlatBuffer, leaf_shards
 
 __all__ = [
     *("PLACE", "SAVED", "SavedTensor", "any_apart", "by_place", "content", "named"),

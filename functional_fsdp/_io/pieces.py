@@ -36,7 +36,7 @@ from .._plan.layout import Leaf
 from .._redistribute.redistribute import nodes_of
 from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._storage.flat import FlatBuffer, refuse_blocks
+from .._storage import FlatBuffer, refuse_blocks
 from .conversions import Concatenated, Conversion, Sliced, Stacked, Transposed
 from .dcp_files import read_tensors
 from .manifest import NOTE, Tensor

@@ -17,7 +17,7 @@ from .._common.calls import provide
 from .._common.errors import SpecError, TreeError, as_names, as_path, expect
 from .._common.tree import PathIndex, flatten
 from .._runtime.agreement import Topic
-from .._storage.flat import FlatBuffer, coordinate_of, leaf_shards
+from .._storage import FlatBuffer, coordinate_of, leaf_shards
 from .contents import tensors_expected
 from .conversions import Conversions, checked, part_of, same_conversions
 from .pieces import Piece, blocks, pieces

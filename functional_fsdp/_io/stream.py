@@ -24,8 +24,7 @@ from .._plan.layout import Unit
 from .._plan.route import Replicated
 from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._storage.flat import FlatBuffer, leaf_shards, whole_leaves
-from .._storage.weights import stored_as, unpacked_leaves
+from .._storage import FlatBuffer, leaf_shards, stored_as, unpacked_leaves, whole_leaves
 from .conversions import Conversions, checked, part_of
 from .pieces import Piece, blocks, pieces
 

@@ -28,7 +28,7 @@ from .._plan.layout import Leaf
 from .._redistribute.redistribute import nodes_of
 from .._runtime.runtime import Runtime
 from .._state.state import State
-from .._storage.flat import FlatBuffer
+from .._storage import FlatBuffer
 from .checkpoint import saving
 from .dcp_files import Written, write_tensors
 from .folder import check_shared, sync, write_file

@@ -13,8 +13,8 @@ from .._common.device import as_rate
 from .._common.torch_names import fused_adamw_
 from .._common.tracing import traced_as
 from .._runtime.given import Leaves
-from .._spec.codec import Codec
-from .._storage.flat import no_counts, summary, zeros
+from .._spec.precision import Codec
+from .._storage import no_counts, summary, zeros
 from .optimizer import (
     Lists,
     Number,

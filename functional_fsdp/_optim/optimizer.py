@@ -36,7 +36,7 @@ from .._common.tracing import refuse
 from .._plan.layout import Bucket
 from .._runtime.given import Leaves
 from .._spec.spec import Spec
-from .._storage.flat import FlatBuffer, at_home
+from .._storage import FlatBuffer, at_home
 
 Tree = dict[str, FlatBuffer]
 FILL = 1 << 25  # bytes of main weights: what an update on the lane takes at least, so that small units share a call

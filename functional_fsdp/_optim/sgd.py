@@ -13,7 +13,7 @@ from .._common.errors import SpecError
 from .._common.torch_names import fused_sgd_
 from .._common.tracing import traced_as
 from .._runtime.given import Leaves
-from .._storage.flat import zeros
+from .._storage import zeros
 from .optimizer import Setting, Tree, UpdatesSome, at, check_settings, fixed, groups_of, labels_in, numbers, tensors
 
 SETTINGS = ("lr", "momentum", "weight_decay")

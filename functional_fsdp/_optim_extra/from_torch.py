@@ -41,7 +41,7 @@ from .._common.tracing import traced_as
 from .._optim.optimizer import Tree, UpdatesSome, at, by_label, check_settings, labels_in
 from .._plan.layout import Bucket
 from .._runtime.given import Leaves
-from .._storage.flat import FlatBuffer, leaf_shards, no_counts
+from .._storage import FlatBuffer, leaf_shards, no_counts
 from .probe import Kept, Known, State, driven, hand_over, learned, made, name_of, refuse, refuse_known, states_of
 from .prove import HOST_READS, ORDER, Observed, Watch, numbers_like, observed, uncompiled
 from .together import AllLeaves

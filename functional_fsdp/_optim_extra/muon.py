@@ -39,7 +39,7 @@ from .._optim.optimizer import (
 )
 from .._plan.layout import Bucket, Leaf
 from .._runtime.given import Leaves
-from .._storage.flat import summary, zeros
+from .._storage import summary, zeros
 from .owners import Given, Moves, Owners, Part, Pattern, Slices, back, cut, find_owners, ordered, there
 
 __all__ = ["Muon", "MuonState", "muon", "orthogonalized"]

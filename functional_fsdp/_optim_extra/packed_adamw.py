@@ -24,8 +24,8 @@ from .._optim.adamw import AdamW
 from .._optim.optimizer import Tree, UpdatesSome, count_missed, tensors
 from .._plan.layout import ALIGN
 from .._runtime.given import Leaves
-from .._spec.codec import Codec, Planes
-from .._storage.flat import FlatBuffer, padding, summary
+from .._spec.precision import Codec, Planes
+from .._storage import FlatBuffer, padding, summary
 from ..codecs.kernels import update
 
 __all__ = ["PackedAdamState", "PackedAdamW", "packed"]

@@ -31,7 +31,7 @@ from .._optim.optimizer import (
     tensors_of,
 )
 from .._runtime.given import Leaves
-from .._storage.flat import FlatBuffer
+from .._storage import FlatBuffer
 
 __all__ = ["Partition", "partition"]
 

@@ -20,7 +20,7 @@ from .._common.errors import SpecError, TreeError
 from .._common.record import Collective
 from .._optim.optimizer import Sender, Tree
 from .._runtime.given import Leaves
-from .._storage.flat import FlatBuffer
+from .._storage import FlatBuffer
 from .probe import hand_over, name_of
 from .prove import numbers_like
 from .whole import Form, Job, LeafStates, Rates, Trees, WholeLeaves

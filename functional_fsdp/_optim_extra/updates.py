@@ -18,7 +18,7 @@ from .._common.errors import SpecError, TreeError
 from .._common.torch_names import pytree
 from .._common.tree import register
 from .._optim.optimizer import Tree
-from .._storage.flat import FlatBuffer
+from .._storage import FlatBuffer
 from .prove import Watch, numbers_like
 
 __all__ = ["Mirrored", "Updates", "from_updates"]

@@ -44,7 +44,7 @@ from .._optim.optimizer import (
 )
 from .._plan.layout import Bucket, Leaf
 from .._runtime.given import Leaves
-from .._storage.flat import FlatBuffer
+from .._storage import FlatBuffer
 from .owners import Given, Homes, Moves, Owners, Part, back, cut, find_owners, homes, ordered, there
 from .probe import hand_over, made, name_of
 from .prove import Work, beside, give_names, numbers_like, same, uncompiled

@@ -36,9 +36,8 @@ import torch
 from .._common.calls import provided
 from .._common.errors import SpecError
 from .._common.tree import PathIndex, Paths
-from .._spec.codec import Codec, Form
 from .._spec.placement import Placement
-from .._spec.precision import LeafPrecision, Precision
+from .._spec.precision import Codec, Form, LeafPrecision, Precision
 from .._spec.spec import Spec
 from .._spec.units import find_units, in_order_of_use, relative_keys
 

@@ -98,8 +98,7 @@ import torch
 from .._common.calls import provided
 from .._common.errors import ScheduleError, SpecError, expect
 from .._common.tree import PathIndex
-from .._spec.schedule import Order, Schedule, named, schedule_of
-from .._spec.spec import Traits
+from .._spec.spec import Order, Schedule, Traits, named, schedule_of
 from .._spec.units import in_order_of_use
 from .layout import STAGED, Bucket, Layout, aligned
 from .route import Coordinate, How, Partial, Replicated, Route, States, all_axes, route, states_of

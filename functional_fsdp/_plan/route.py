@@ -22,7 +22,7 @@ import torch
 
 from .._common.errors import SpecError
 from .._common.record import Collective
-from .._spec.codec import Codec
+from .._spec.precision import Codec
 from .layout import Bucket
 
 

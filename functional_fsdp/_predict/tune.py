@@ -25,8 +25,7 @@ from .._common.torch_names import pytree
 from .._common.tree import bytes_text, table
 from .._spec.placement import Placement, ddp, hfsdp, hsdp, zero2, zero3
 from .._spec.precision import Precision
-from .._spec.schedule import Schedule
-from .._spec.spec import Spec
+from .._spec.spec import Schedule, Spec
 from ..look.draw import INK, Page
 from .hardware import Hardware, Link
 from .prediction import Prediction, Rehearsal, above, predicted, prepared, rehearsal_of

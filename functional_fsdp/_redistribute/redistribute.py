@@ -44,8 +44,18 @@ from .._spec.spec import Spec
 from .._state.lineage import Version
 from .._state.shard import given, needs_spec, no_residual
 from .._state.state import State
-from .._storage.flat import FlatBuffer, LeafShard, gather_leaves, leaf_shards, leaves_of, refuse_blocks, whole_leaves
-from .._storage.weights import no_scales, refresh, stored_as
+from .._storage import (
+    FlatBuffer,
+    LeafShard,
+    gather_leaves,
+    leaf_shards,
+    leaves_of,
+    no_scales,
+    refresh,
+    refuse_blocks,
+    stored_as,
+    whole_leaves,
+)
 
 __all__ = ["Mover", "Node", "free_arena", "freeze", "leaf_infos", "moved", "nodes_of", "redistribute", "unfreeze"]
 

@@ -29,8 +29,7 @@ from .._runtime.runtime import runtime_of
 from .._state.lineage import Version
 from .._state.shard import read_sums
 from .._state.state import State
-from .._storage.flat import FlatBuffer, clear_padding, leaf_shards, zeros
-from .._storage.weights import refresh, stored_as
+from .._storage import FlatBuffer, clear_padding, leaf_shards, refresh, stored_as, zeros
 from .._verbs.verbs import finish_reductions
 
 Values = dict[str, torch.Tensor]

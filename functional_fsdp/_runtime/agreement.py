@@ -54,14 +54,13 @@ from .._common.device import current_device
 from .._common.errors import CommError, FsdpError, RestartError, ScheduleError
 from .._common.interrupts import guard, leave, uninterruptible
 from .._common.record import QUEUES, Collective, Mark, Steps
-from .._distributed.ballots import NUMBER, Ballot, Case
-from .._distributed.groups import medium_of
+from .._distributed import NUMBER, Ballot, Case, medium_of
 from .forms import Forms
 from .given import FULL
 from .restart import Meeting, announce, restart
 
 if TYPE_CHECKING:
-    from .._distributed.ballots import HostVote, ProcessWatch
+    from .._distributed import HostVote, ProcessWatch
     from .runtime import Runtime
 
 T = TypeVar("T")

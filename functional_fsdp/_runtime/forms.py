@@ -18,7 +18,7 @@ from typing import Any
 
 from .._common.errors import ScheduleError, TreeError
 from .._common.torch_names import pytree
-from .._distributed.ballots import Case
+from .._distributed import Case
 
 MOST = 256  # transitions that are remembered
 AROUND = 80  # letters of a long text before the place where it differs

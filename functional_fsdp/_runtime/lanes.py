@@ -45,7 +45,7 @@ from .._common.interrupts import uninterruptible
 from .._common.ranges import ranged
 from .._common.record import QUEUES, Call, Collective, Mark, Steps
 from .._common.torch_names import profiler
-from .._distributed.ballots import Case
+from .._distributed import Case
 from .agreement import Agreement
 from .restart import POLL, twin
 

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._common.errors import SpecError
 from .._common.record import LANES, Collective
-from .._distributed.groups import PatientStore
+from .._distributed import PatientStore
 from .agreement import DESTROYED, Agreement
 from .stream_lanes import lanes_of
 

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from .._common.errors import FsdpError
 from .._common.record import QUEUES, Collective, Mark
 from .._common.torch_names import c10d
-from .._distributed.ballots import HostVote
-from .._distributed.groups import Levelled
+from .._distributed import HostVote, Levelled
 from .._runtime.lanes import HostLanes
 from .groups import Group, Meeting, Work
 from .turns import Turns
@@ -216,7 +215,7 @@ class Vote(HostVote):
 
 
 class Medium:
-    """By what a simulated rank reaches the others, see `_distributed.groups`."""
+    """By what a simulated rank reaches the others, see `_distributed`."""
 
     lanes = Lanes
 

@@ -15,8 +15,7 @@ from .._common.tree import flatten
 from .._nn.skeleton import every_buffer, needs_module
 from .._plan.route import Partial, Replicated
 from .._runtime.runtime import runtime_of
-from .._storage.flat import FlatBuffer, leaf_shards, whole_leaves
-from .._storage.weights import unpacked_leaves
+from .._storage import FlatBuffer, leaf_shards, unpacked_leaves, whole_leaves
 from .state import State
 
 M = TypeVar("M", bound=nn.Module)

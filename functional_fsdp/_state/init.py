@@ -37,7 +37,7 @@ from .._plan.layout import Unit
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
-from .._storage.flat import FlatBuffer
+from .._storage import FlatBuffer
 from .export import buffers
 from .shard import build, describe, given, needs_spec
 from .state import State

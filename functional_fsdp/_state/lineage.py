@@ -29,7 +29,7 @@ from .._nn.skeleton import changed
 from .._plan.layout import Bucket, Layout
 from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
-from .._storage.weights import LentTree, spoilt
+from .._storage import LentTree, spoilt
 
 if TYPE_CHECKING:
     from .._plan.cursor import Cursor

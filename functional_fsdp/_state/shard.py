@@ -27,8 +27,7 @@ from .._runtime.runtime import Runtime, runtime_of
 from .._spec.precision import FLOATS
 from .._spec.settings import describe_settings
 from .._spec.spec import Spec
-from .._storage.flat import FlatBuffer, leaf_shards
-from .._storage.weights import no_scales, refresh, stored_as
+from .._storage import FlatBuffer, leaf_shards, no_scales, refresh, stored_as
 from .lineage import Lineage, Version
 from .state import State
 

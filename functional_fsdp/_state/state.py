@@ -19,8 +19,7 @@ from .._plan.cursor import Cursor, InFlight
 from .._plan.layout import Layout
 from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
-from .._storage.flat import FlatBuffer, at_home
-from .._storage.weights import Stored
+from .._storage import FlatBuffer, Stored, at_home
 from .lineage import Lineage, Version
 
 _state_table = provided("look.state_table")

@@ -24,7 +24,7 @@ from .._plan.plan import Plan, records
 from .._plan.route import Route
 from .._runtime.runtime import Runtime
 from .._spec.spec import Traits, Transport
-from .._storage.weights import Filling, Place, Stored, read, span_of
+from .._storage import Filling, Place, Stored, read, span_of
 from .peer_memory import PeerMemory, check_reach, uneven
 
 __all__ = ["Copies", "CopyEngine", "Reading", "RemoteRead"]

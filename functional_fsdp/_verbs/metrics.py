@@ -15,7 +15,7 @@ from .._common.record import Collective
 from .._common.torch_names import pytree
 from .._common.tracing import refuse, traced_as
 from .._runtime.runtime import runtime_of
-from .._spec.codec import Codec
+from .._spec.precision import Codec
 from .._state.state import State
 
 Op = Literal["mean", "sum", "max"]

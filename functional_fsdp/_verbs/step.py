@@ -36,8 +36,7 @@ from .._plan.plan import copied_alike
 from .._runtime.given import WHOLE, Lacking, Leaves, NewCounts
 from .._state.lineage import Version
 from .._state.state import State
-from .._storage.flat import FlatBuffer
-from .._storage.weights import VERSION, own_part, refresh
+from .._storage import VERSION, FlatBuffer, own_part, refresh
 
 NOTHING = WHOLE.given
 _stream = provided("host_memory.stream")  # the update of what lies in the host's memory

@@ -25,8 +25,7 @@ from .._common.calls import provided, verb
 from .._common.errors import ScheduleError
 from .._runtime.given import ALL
 from .._state.state import State
-from .._storage.gradients import of_tree, of_unit, refuse_zeros
-from .._storage.weights import LentTree, gather, lent_leaves, whole_of
+from .._storage import LentTree, gather, lent_leaves, of_tree, of_unit, refuse_zeros, whole_of
 from .step import has_gradients
 
 Weights = dict[str, torch.Tensor]

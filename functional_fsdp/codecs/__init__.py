@@ -7,9 +7,9 @@
     dynamic8     8 bits by a codebook over seven decades, a maximum a block: for moments of optimizers
     mxfp8        float8, a power of 2 for 32 elements: the Open Compute Project's microscaling format
 
-What a codec is stands in `_spec/codec.py`, which the core knows. The core knows none of these.
+What a codec is stands in `_spec/precision.py`, which the core knows. The core knows none of these.
 """
 
-from .._spec.codec import Form
+from .._spec.precision import Form
 
 __all__ = ["Form"]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from .._common.errors import SpecError, expect
-from .._spec.codec import Codec, Planes, Shape
+from .._spec.precision import Codec, Planes, Shape
 from .kernels import Blocked
 
 __all__ = [

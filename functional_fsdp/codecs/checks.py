@@ -7,9 +7,8 @@ from math import prod
 from .._common.calls import provide
 from .._common.errors import SpecError
 from .._plan.layout import LeafInfo
-from .._spec.codec import Codec
 from .._spec.placement import Placement
-from .._spec.precision import FLOAT8S, LeafPrecision, Precision, WireAlong
+from .._spec.precision import FLOAT8S, Codec, LeafPrecision, Precision, WireAlong
 from .._spec.spec import Spec
 
 __all__ = ["check_precision", "refuse_gather", "refuse_wire"]

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from .._spec.codec import Codec, Planes, Shape
+from .._spec.precision import Codec, Planes, Shape
 from .blocks import by_most, check_block, spread
 from .four_bits import table
 from .kernels import Blocked

@@ -15,7 +15,7 @@ import torch
 
 from .._common.device import casts_float8, runs_triton, tl, triton
 from .._common.tracing import traced_as
-from .._spec.codec import Codec, Form, Planes, Shape
+from .._spec.precision import Codec, Form, Planes, Shape
 
 SIZE, UPDATED = 2048, 1024  # elements of a program
 FLOAT8 = ("fp8", "mx")  # kinds whose numbers a kernel must not read after its own cast: ptxas 12.8 then errs

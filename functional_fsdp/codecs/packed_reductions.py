@@ -26,9 +26,9 @@ from .._common.tracing import refuse, traced_as
 from .._plan.layout import STAGED, aligned
 from .._runtime.given import Leaves
 from .._runtime.runtime import Runtime, runtime_of
-from .._spec.codec import START, Codec, Form, Planes
+from .._spec.precision import START, Codec, Form, Planes
 from .._state.state import State
-from .._storage.flat import FlatBuffer
+from .._storage import FlatBuffer
 from .._verbs.metrics import Wire, axes_of, chosen_axes, compared
 from . import kernels
 

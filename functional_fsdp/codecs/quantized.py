@@ -19,7 +19,7 @@ import torch.nn as nn
 from .._common.errors import SpecError
 from .._nn.packed_weight import PackedWeight
 from .._nn.skeleton import needs_module
-from .._spec.codec import Codec, Form, Planes, Shape
+from .._spec.precision import Codec, Form, Planes, Shape
 from .blocks import int8
 from .four_bits import nf4
 

@@ -16,7 +16,7 @@ from math import gcd, lcm, prod
 import torch
 
 from .._common.calls import provide
-from .._spec.codec import START, Codec, Form, Planes, Shape
+from .._spec.precision import START, Codec, Form, Planes, Shape
 from .kernels import fused, pack, unpack
 
 __all__ = ["Rows"]

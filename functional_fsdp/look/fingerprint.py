@@ -37,7 +37,7 @@ from .._extend.change import by_unit, shards
 from .._nn.packed_weight import PackedWeight
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
-from .._storage.flat import FlatBuffer, leaf_shards
+from .._storage import FlatBuffer, leaf_shards
 from .._verbs.verbs import finish_reductions
 
 __all__ = ["LANES", "Digest", "Fingerprinted", "Key", "Prints", "Row", "Step", "digest", "fingerprint"]

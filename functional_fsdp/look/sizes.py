@@ -10,9 +10,9 @@ import torch
 from .._common.device import best_device, in_host_memory, keeps_released
 from .._common.torch_names import pytree
 from .._plan.plan import Plan, make_plan, staging_slots
-from .._spec.schedule import Schedule
+from .._spec.spec import Schedule
 from .._state.state import State
-from .._storage.flat import FlatBuffer
+from .._storage import FlatBuffer
 
 __all__ = ["plan_for", "state_bytes", "steps_on"]
 

@@ -19,7 +19,7 @@ from .._plan.plan import Plan, PlannedUnit
 from .._spec.settings import opaque_settings
 from .._spec.spec import Spec
 from .._state.state import State
-from .._storage.flat import FlatBuffer
+from .._storage import FlatBuffer
 
 FOUND = "found by what repeats in the paths; small numbered layers joined, containers divided"
 

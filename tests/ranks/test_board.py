@@ -17,10 +17,10 @@ import torch.distributed as dist
 from support.ranks import each_rank, launch
 
 import functional_fsdp as fsdp
+from functional_fsdp import _distributed as _board
+from functional_fsdp import _distributed as _groups
 from functional_fsdp._common.record import QUEUES
-from functional_fsdp._distributed import ballots as _board
-from functional_fsdp._distributed import groups as _groups
-from functional_fsdp._distributed.ballots import RING, HostVote, ProcessWatch
+from functional_fsdp._distributed import RING, HostVote, ProcessWatch
 from functional_fsdp._runtime.runtime import Runtime, runtime_of
 
 boards: Any = _board

@@ -32,7 +32,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import Precision, Schedule, Spec, launch
 from functional_fsdp import transforms as T
 from functional_fsdp._common.record import Collective
-from functional_fsdp._storage.weights import without
+from functional_fsdp._storage import without
 from functional_fsdp._transports.copy_engine import Reading, RemoteRead
 from functional_fsdp._transports.peer_memory import PeerMemory
 

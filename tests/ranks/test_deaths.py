@@ -21,8 +21,8 @@ from support.ranks import each_rank, launch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import functional_fsdp as fsdp
-from functional_fsdp._distributed import groups as _groups
-from functional_fsdp._distributed.groups import Processes
+from functional_fsdp import _distributed as _groups
+from functional_fsdp._distributed import Processes
 from functional_fsdp._runtime.runtime import runtime_of
 
 

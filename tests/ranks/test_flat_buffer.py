@@ -10,7 +10,7 @@ from support.redistributed import ONE, TWO, bucket_on, moves, value
 
 import functional_fsdp as fsdp
 from functional_fsdp import FlatBuffer, Partial, Replicated, Sharded
-from functional_fsdp._storage.flat import padding
+from functional_fsdp._storage import padding
 
 
 @pytest.mark.parametrize("average", ["mean", "sum"])

@@ -16,7 +16,7 @@ from support.ranks import by_rank
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
-from functional_fsdp._spec.codec import Form
+from functional_fsdp._spec.precision import Form
 from functional_fsdp.convert import model_of
 
 Tree = dict[str, torch.Tensor]

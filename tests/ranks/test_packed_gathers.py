@@ -21,7 +21,7 @@ from support.strays import strays
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._spec.codec import Form
+from functional_fsdp._spec.precision import Form
 from functional_fsdp.codecs.rows import Rows
 
 Result = tuple[list[float], dict[str, torch.Tensor]]

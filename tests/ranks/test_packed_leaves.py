@@ -26,7 +26,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp._common.tree import bytes_text
-from functional_fsdp._spec.codec import Form
+from functional_fsdp._spec.precision import Form
 
 PEERS: dict[str, Any] = torch.load(Path(__file__).parents[1] / "data" / "packed.pt", weights_only=True)
 Tree = dict[str, torch.Tensor]

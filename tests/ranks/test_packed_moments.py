@@ -24,7 +24,7 @@ from support.scenario import Scenario, Seen, apart, on_ranks
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._spec.codec import Form
+from functional_fsdp._spec.precision import Form
 
 Tree = dict[str, torch.Tensor]
 SHAPES = {"a.w": (64, 72), "b.w": (48, 128), "c.w": (8, 512)}  # as many as torchao packs, of whole blocks

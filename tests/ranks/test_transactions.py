@@ -26,7 +26,7 @@ from support.transactions import (
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
-from functional_fsdp._distributed.ballots import Ballot, Case
+from functional_fsdp._distributed import Ballot, Case
 from functional_fsdp._runtime.agreement import Agreement
 
 in_turns = partial(launch, simulate=not FULL)  # two sums of which are compared bit for bit

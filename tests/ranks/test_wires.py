@@ -22,7 +22,7 @@ from support.wired import Net, batch, loss_fn
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._spec.codec import Form
+from functional_fsdp._spec.precision import Form
 
 Tree = dict[str, torch.Tensor]
 SHAPES = {"a.w": (48, 40), "a.b": (7,), "b.w": (3, 200)}

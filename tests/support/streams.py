@@ -260,7 +260,7 @@ class Ordered(StreamLanes):
 def ordered() -> Iterator[Order]:
     """Meshes that are made within have lanes of GPUs, and what they do is checked, as if released memory went."""
     order = Order()
-    gone = "functional_fsdp._engine.gathers.keeps_released", "functional_fsdp._storage.weights.keeps_released"
+    gone = "functional_fsdp._engine.gathers.keeps_released", "functional_fsdp._storage.keeps_released"
     with order.lanes(), order, mock.patch(gone[0], return_value=False), mock.patch(gone[1], return_value=False):
         yield order
 

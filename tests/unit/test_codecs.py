@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_fsdp as fsdp
-from functional_fsdp._spec.codec import Form
+from functional_fsdp._spec.precision import Form
 from functional_fsdp._spec.settings import describe_settings
 from functional_fsdp.codecs.four_bits import CODE, dynamic_map
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from functional_fsdp._common.record import Collective, Steps, together
 from functional_fsdp._runtime.lanes import HostLanes, Job
 from functional_fsdp._runtime.stream_lanes import StreamLanes
-from functional_fsdp._storage.weights import Loan, Place
+from functional_fsdp._storage import Loan, Place
 
 LANES = ("gather", "reduce", "update")
 

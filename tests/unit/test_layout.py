@@ -19,7 +19,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import Bucket, Layout, Placement, Precision, Spec, SpecError, TreeError
 from functional_fsdp._engine.staging import staged
 from functional_fsdp._plan.layout import ALIGN, LeafInfo, plan_layout
-from functional_fsdp._storage.flat import leaves_of
+from functional_fsdp._storage import leaves_of
 
 ONE_AXIS = [fsdp.ddp("data"), fsdp.zero1("data"), fsdp.zero2("data"), fsdp.zero3("data")]
 TWO_AXES = [

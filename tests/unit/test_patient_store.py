@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from functional_fsdp._distributed.groups import PatientStore
+from functional_fsdp._distributed import PatientStore
 
 
 def test_a_store_that_answers_is_as_it_was() -> None:

@@ -22,7 +22,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import Layout, Precision, ScheduleError, Spec, SpecError
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
 from functional_fsdp._plan.plan import ALIGN, Gather, Plan, PlannedUnit, Reduction, make_plan, pack
-from functional_fsdp._spec.schedule import Schedule
+from functional_fsdp._spec.spec import Schedule
 from functional_fsdp.look.draw import Panel
 from functional_fsdp.look.timeline import Timeline, _lives, predict
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, TreeError
 from functional_fsdp import transforms as T
-from functional_fsdp._storage.weights import Loan
+from functional_fsdp._storage import Loan
 
 Tree = Any
 reference: Any = torch.func.vjp

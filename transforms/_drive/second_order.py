@@ -111,7 +111,7 @@ class Whole:
             self.state = self.caller = None
 
     def _check(self, session: Session, before: list[tuple[int, int]], home: dict[str, str]) -> None:
-        """The weights are what they were; see `_distributed.ballots`."""
+        """The weights are what they were; see `_distributed`."""
         now = [(version(t), t.data_ptr()) for t in self.leaves.values()]
         paths = [path for path, new, old in zip(self.leaves, now, before, strict=True) if new[1] != old[1]]
         if paths:

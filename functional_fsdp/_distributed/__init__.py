@@ -1,1 +1,0 @@
-"""Other ranks: their processes, their memory, and groups with them."""
