@@ -72,16 +72,12 @@ from ._spec.placement import Placement, ddp, hfsdp, hsdp, zero1, zero2, zero3
 from ._spec.precision import Codec, Precision
 from ._spec.spec import Schedule, Spec
 from ._spec.units import units
-from ._state.export import buffers, full_params, local_shards, state_dict
-from ._state.init import init
-from ._state.shard import make_layout, shard
-from ._state.state import State
+from ._state.shard import init, make_layout, shard
+from ._state.state import State, buffers, full_params, local_shards, state_dict
 from ._storage import FlatBuffer
 from ._transports import peer_memory as _signals  # noqa: F401
 from ._transports.auto import symmetric
-from ._verbs.metrics import pmax, pmean, psum
-from ._verbs.step import drop_gradients, newest, step
-from ._verbs.verbs import finish_reductions, reduce, release, unshard
+from ._verbs import drop_gradients, finish_reductions, newest, pmax, pmean, psum, reduce, release, step, unshard
 from .codecs import checks as _checks  # noqa: F401
 from .codecs import packed_reductions as _packed_reductions  # noqa: F401
 from .codecs import rows as _rows  # noqa: F401

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from ._axes.dtensors import by_rules, full_tensor
 from ._capture.capture import Capture, Veto, Vetoed
-from ._common import objects, ranges
+from ._common import objects
 from ._common import torch_names as torch_private
-from ._common.calls import outside_inference
+from ._common.calls import KEEPING, foreign_tracer, opened, outside_inference, ranged, tracing_now, users_line
 from ._common.errors import as_names, expect
-from ._common.tracing import KEEPING, foreign_tracer, tracing_now, users_line
 from ._extend.session import note_activations
 from ._graph.graph import Graph, GraphBuild, graph_of, keep_residuals, refuse_values
 from ._graph.lower import point_at_second_gathers
@@ -31,9 +30,9 @@ __all__ = [
     "Capture", "Collision", "Graph", "GraphBuild", "HostBuffer", "NewCounts", "StepMemory", "Stretch", "Veto",
     "Vetoed", "aliases_of", "around_bound_calls", "as_names", "base_of", "begin_compiled", "by_rules", "changed",
     "clear_padding", "coordinate_of", "cuda_driver", "expect", "find_peak", "foreign_tracer", "full_tensor",
-    "given_in", "graph_of", "keep_residuals", "local_part", "note_activations", "objects", "outside_inference",
-    "plan_for", "point_at_second_gathers", "put", "ranges", "refuse_meta", "refuse_values", "residuals_kept",
-    "spoilt", "steps_on", "torch_private", "tracing_now", "users_line",
+    "given_in", "graph_of", "keep_residuals", "local_part", "note_activations", "objects", "opened",
+    "outside_inference", "plan_for", "point_at_second_gathers", "put", "ranged", "refuse_meta", "refuse_values",
+    "residuals_kept", "spoilt", "steps_on", "torch_private", "tracing_now", "users_line",
 ]  # fmt: skip
 
 

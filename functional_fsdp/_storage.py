@@ -6,7 +6,7 @@ FlatBuffer: one rank's part of a bucket, and the one operation on it, `redistrib
         .redistribute({"data": Replicated})         all-gather: local [n]
 
 What a transition issues is a `Route` (see `route`), found once and kept; this file only follows it, on the side lane.
-Gathers and reductions that a plan names are jobs on lanes of their own: see `_engine.gathers` and `_engine.staging`.
+Gathers and reductions that a plan names are jobs on lanes of their own: see `_engine.gathers` and `_engine.reductions`.
 
 Gradients and the layout's order: what users give to `reduce`, checked before anything is sent; and what they see.
 
@@ -46,12 +46,11 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ._common.calls import provided
+from ._common.calls import provided, traced_as
 from ._common.device import host_memory, in_host_memory, keeps_released, make_room, zeros_as
 from ._common.errors import ScheduleError, SpecError, TreeError, expect
 from ._common.record import Collective, Mark, Steps
 from ._common.torch_names import foreach_zero_, pytree, unflatten_dense_tensors
-from ._common.tracing import traced_as
 from ._common.tree import flatten, register
 from ._nn.packed_weight import PackedWeight
 from ._plan.layout import Bucket, Layout, Leaf, Unit, rows_of

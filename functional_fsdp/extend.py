@@ -37,10 +37,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._common.calls import alone
+from ._common.calls import alone, refuse, traced_as
 from ._common.device import default_generator
 from ._common.record import Collective
-from ._common.tracing import refuse, traced_as
 from ._common.tree import flatten, match
 from ._engine.gathers import Carrier
 from ._extend.change import by_unit, change, change_weights, over_shards, separate_gradients, shards, total
@@ -52,7 +51,7 @@ from ._optim.optimizer import Sender
 from ._spec.spec import Transport
 from ._state.state import FIELDS, State
 from ._storage import BucketPlace, Loan, gather_leaves, is_lent, leaf_shards, loan_of
-from ._verbs.metrics import all_reduce
+from ._verbs import all_reduce
 from .look.sizes import state_bytes
 
 __all__ = [

@@ -13,8 +13,7 @@ from .._common.torch_names import func_interpreter, pytree
 from .._common.tree import flatten
 from .._nn.module import Bound, forms_among, validate
 from .._nn.skeleton import aliases_among, aliases_of, every_buffer, needs_module, skeleton_of, tied
-from .._state.export import full_params
-from .._state.state import State
+from .._state.state import State, full_params
 
 M = TypeVar("M", bound=nn.Module)
 

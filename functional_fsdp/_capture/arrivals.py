@@ -41,7 +41,7 @@ from .._optim.optimizer import labels_of
 from .._runtime.given import NewCounts
 from .._runtime.lanes import HostLanes
 from .._storage import FlatBuffer
-from .._verbs.step import in_place, renew
+from .._verbs import in_place, renew
 
 if TYPE_CHECKING:
     from .._state.state import State

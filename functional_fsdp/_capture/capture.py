@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._common.calls import arrive, uninterruptible
 from .._common.errors import ScheduleError
-from .._common.interrupts import arrive, uninterruptible
 from .._common.record import Collective
 from .._runtime.given import FIXED, FULL, GradientMask, Seats, agreed_row
 from .._runtime.runtime import Runtime

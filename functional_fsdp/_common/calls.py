@@ -1,4 +1,33 @@
-"""Entries: what a call that works on a State goes through first, beside its own checks.
+"""What a call on a State goes through: ranges, interrupts, who is tracing, entries.
+
+Ranges: names in a profile for what the package does, on the thread and the stream where it happens.
+
+    with torch.profiler.profile() as found:         fsdp unshard blocks.3   a verb, as the user calls it
+        state, loss = train_step(state, batch)      fsdp gather blocks.4    what is given to a lane meanwhile
+                                                    fsdp forward blocks.3, fsdp backward blocks.3
+
+They are `record_function`: `torch.autograd.profiler.emit_nvtx` has them for other profilers. Callers make a range
+only while a profiler runs, by a look at `profiler._is_profiler_enabled`, which is no call.
+
+Interrupts: where a SIGINT has to wait, and how it comes through after that.
+
+    waiting for others, a user's code between verbs     at once: whoever is stopped there begins the step anew
+    while a job's collectives are issued                a few microseconds later: peers pair all of them or none
+    from the vote of `step` to its end                  when the new state is in the caller's hands
+
+Which of these it is, the stack says when a signal comes, so that nothing is done beforehand but to put a handler in the
+place of the program's, from the first verb of a step until none is under way. A thread then looks every few
+milliseconds whether the main thread has left what must not be stopped, and sends the signal again; a second one after a
+second gets through whatever runs. Handlers of the program's own are called as they would have been, only later. Python
+runs handlers in the main thread only, so elsewhere there is nothing to do.
+
+Whether the code that runs now is being traced: by torch.compile, or by `lower`; and what a function is then.
+
+A function that is done in another way in a graph names that way where it is defined: `verb`, `alone` (see `calls`) and
+`traced_as` choose between the two, and nothing below them asks again. Traced, a function is plain tensor operations and
+functional collectives (in the satellite `_graph`), with no stream, no event and no state in Python.
+
+Entries: what a call that works on a State goes through first, beside its own checks.
 
     thread A   unshard ├──────┤   reduce ├──────┤        one after the other: fine, whoever comes
     thread B              ╳ refused         └ unshard    inside another thread's call: an error
@@ -23,23 +52,307 @@ So the core imports no satellite: each name that it calls stands where it is cal
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found] # signal's functions without its wrappers, which take microseconds
+import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 from threading import get_ident
-from types import CodeType
-from typing import Any, TypeVar, cast
+from types import CodeType, FrameType
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler import record_function
 
+from . import errors
 from .errors import CommError, FsdpError, ScheduleError
-from .ranges import ranged, said
-from .torch_names import CInterpreter, func_interpreter, profiler, pytree, set_grad_enabled
-from .tracing import LOWERING, refuse, tracing
+from .torch_names import (
+    PROXY,
+    CInterpreter,
+    dispatch_mode_of,
+    dispatch_modes,
+    dynamo,
+    func_interpreter,
+    jit_traces,
+    pre_dispatch_mode_of,
+    profiler,
+    pytree,
+    set_grad_enabled,
+)
+
+
+def ranged(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function that has this name in the profile."""
+
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with record_function(f"fsdp {name}"):
+            return fn(*args, **kwargs)
+
+    return within
+
+
+def opened(name: str) -> Callable[[], None]:
+    """Begin a range that does not end where it began. Returns what ends it, once."""
+    held = [record_function(f"fsdp {name}")]
+    held[0].__enter__()
+
+    def close() -> None:
+        while held:
+            held.pop().__exit__(None, None, None)
+
+    return close
+
+
+def said(name: str, args: tuple[Any, ...]) -> str:
+    """A call of a verb: its name, and the units that it is given."""
+    units = [one for one in args[1:] for one in ((one,) if isinstance(one, str) else one if type(one) is tuple else ())]
+    return " ".join([name, *(one for one in units if isinstance(one, str))])
+
 
 F = TypeVar("F", bound=Callable[..., Any])
+SOON, PATIENCE = 0.003, 1.0  # seconds
+OURS = __name__.partition(".")[0]
+
+_uninterruptible: set[CodeType] = set()  # of what runs to its end
+_waiting: list[float] = []  # when the interrupt came that waits: one at most, and who takes it out delivers it
+_places: list[tuple[FrameType, int]] = []  # the callers of a `step` that was taken, and the lines that they were at
+
+
+def uninterruptible(fn: F) -> F:
+    """A function that an interrupt does not stop. It waits for no other rank, or no longer than a message takes."""
+    _uninterruptible.add(fn.__code__)
+    return fn
+
+
+def guard() -> None:
+    """A step begins: from here on it depends where an interrupt strikes. One that still waits comes through now."""
+    if threading.get_ident() != threading.main_thread().ident:
+        return
+    if _waiting:
+        resume()
+    handler = _signal.getsignal(signal.SIGINT)
+    if type(handler) is not Held and callable(handler):  # else it is ignored, or none of Python's
+        _signal.signal(signal.SIGINT, Held(handler))
+
+
+def leave() -> None:
+    """The program's own handler is back."""
+    handler = _signal.getsignal(signal.SIGINT)
+    if type(handler) is Held and threading.get_ident() == threading.main_thread().ident:
+        _signal.signal(signal.SIGINT, handler.before)
+
+
+def of_the_program() -> Any:
+    """The program's own handler of SIGINT, also while a step is under way."""
+    handler = _signal.getsignal(signal.SIGINT)
+    return handler.before if type(handler) is Held else handler
+
+
+def arrive(others: bool) -> None:
+    """The end of `step`: an interrupt that waits goes on waiting until the callers have the new state.
+
+    Args:
+        others: whether steps of other states are under way.
+    """
+    if _waiting and threading.get_ident() == threading.main_thread().ident:
+        _places[:] = [(f, f.f_lineno) for f in _stack(sys._getframe()) if not _is_ours(f)]
+    if not others:
+        leave()
+
+
+def resume() -> None:
+    """What waits comes through here and now, by the program's own handler."""
+    leave()
+    if _taken_out():
+        signal.raise_signal(signal.SIGINT)
+
+
+def _taken_out() -> bool:
+    _places.clear()
+    try:
+        _waiting.pop()
+    except IndexError:
+        return False
+    return True
+
+
+class Held:
+    """The handler in the place of the program's, which it knows: a program may save this one and put it back later, or
+    call it from a handler of its own."""
+
+    __slots__ = ("before",)
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if must_wait(frame):
+            since = _waiting[:1]
+            if not since:
+                _waiting.append(now)
+                threading.Thread(target=_carry, name="interrupt", daemon=True).start()
+            if not since or now - since[0] < PATIENCE:
+                return
+        _taken_out()
+        try:
+            self.before(number, frame)
+        except BaseException:
+            leave()  # what is under way is given up
+            raise
+
+
+def _carry() -> None:
+    """Sends the signal again as soon as the main thread may be stopped."""
+    main = threading.main_thread().ident
+    assert main is not None
+    while _waiting:
+        time.sleep(SOON)
+        frame = sys._current_frames().get(main)
+        if not must_wait(frame) and not _in_transit(frame):
+            if _taken_out():
+                signal.pthread_kill(main, signal.SIGINT)
+            return
+
+
+def must_wait(frame: FrameType | None) -> bool:
+    """Whether what runs there is not to be stopped."""
+    return any(f.f_code in _uninterruptible for f in _stack(frame))
+
+
+def _in_transit(frame: FrameType | None) -> bool:
+    """Whether the state that `step` returned may not be in a caller's hands yet: the innermost of its callers that is
+    still there has not come to another line."""
+    running = {id(f) for f in _stack(frame)}
+    return next((caller.f_lineno == line for caller, line in [*_places] if id(caller) in running), False)
+
+
+def _stack(frame: FrameType | None) -> Any:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == OURS
+
+
+G = TypeVar("G")  # what is noted of one graph
+
+
+LOWERING: list[Any] = []  # graphs that are being made, innermost last: what the satellite `_graph` notes of each
+KEEPING: list[bool] = []  # whether a traced pullback keeps residuals, see `keep_residuals` there
+
+
+def tracing() -> bool:
+    """Whether torch.compile or `lower` is looking: then Python runs once, for all steps to come.
+
+    Example: `if not tracing(): log.info(...)`.
+    """
+    return torch.compiler.is_dynamo_compiling() or bool(LOWERING)
+
+
+def traced_as(traced: Callable[..., Any]) -> Callable[[F], F]:
+    """The function below it in eager code, and `traced`, which takes the same arguments, where a graph is made.
+
+    Example: `@extend.traced_as(in_plain_operations)` above `def by_a_kernel_of_mine(tensor): ...`.
+    """
+
+    def paired(eager: F) -> F:
+        @wraps(eager)
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling() or LOWERING:  # `tracing()`, without a call
+                return traced(*args, **kwargs)
+            return eager(*args, **kwargs)
+
+        return cast(F, chosen)
+
+    return paired
+
+
+def tracing_now() -> Any:
+    """What is noted of the graph that is being made of the running code; None where none is, or torch.compile does."""
+    return LOWERING[-1] if LOWERING else None
+
+
+def foreign_tracer() -> str:
+    """Which of torch's tools traces the code that runs now, in this thread; "" where none does.
+
+    What traces steps in this package uses a proxy mode, too: this is for code that it does not run.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return "torch.export" if _exporting() else "torch.compile"
+    if jit_traces():
+        return "torch.jit.trace"
+    if (dispatch_modes() and dispatch_mode_of(PROXY) is not None) or pre_dispatch_mode_of(0) is not None:
+        return "torch.export" if _exporting() else "make_fx (or torch.func.linearize, which calls it)"
+    return ""
+
+
+def _exporting() -> bool:
+    """Whether torch.export traces. Dynamo calls this for real: in torch 2.11 it takes `is_exporting` to be true."""
+    return torch.compiler.is_exporting()
+
+
+_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result
+
+
+def users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The first line that is neither torch's nor this package's, as "file:line"; the innermost frame comes first."""
+    for frame, line in frames:
+        owner = str(frame.f_globals.get("__name__", "")).split(".")[0]
+        if owner not in ("torch", "functional_fsdp", "contextlib") and "<" not in frame.f_code.co_filename:
+            return f"{frame.f_code.co_filename}:{line}"
+    return "an unknown line"
+
+
+def refuse(kind: str, text: str) -> NoReturn:
+    """Raise an error of `_common.errors`, so that it reaches the user as itself, traced or not.
+
+    Dynamo would wrap what is raised in the code that it traces ("Unsupported: Observed exception"), or run that code
+    eagerly. So it runs `_raise` for real, as a function whose result is constant, and lets an exception of one kind of
+    its own through, with or without fullgraph: ours is of that kind, too.
+    """
+    _raise(kind, text, torch.compiler.is_dynamo_compiling())
+
+
+def _raise(kind: str, text: str, compiling: bool) -> NoReturn:
+    """`compiling`: whether Dynamo is tracing the caller."""
+    cls: Any = getattr(errors, kind)
+    if compiling:
+        cls = type(kind, (cls, dynamo().exc.UncapturedHigherOrderOpError), {"__module__": cls.__module__})
+    raise cls(text)
+
+
+_raise._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result
+
+
+@contextmanager
+def lowering(graph: G) -> Iterator[G]:
+    """What runs inside is traced by `_graph.graph`, which notes here what it has to know."""
+    LOWERING.append(graph)
+    try:
+        yield graph
+    finally:
+        LOWERING.pop()
+
+
+def put_away() -> tuple[list[Any], list[bool]]:
+    """What is under way here, for `bring_back`: other code runs in between, of which none of it is true."""
+    found = LOWERING[:], KEEPING[:]
+    LOWERING.clear()
+    KEEPING.clear()
+    return found
+
+
+def bring_back(found: tuple[list[Any], list[bool]]) -> None:
+    LOWERING[:], KEEPING[:] = found
+
+
 INTERPRETER: Any = CInterpreter
 TRANSFORM = (
     " was called inside a torch.func transform (grad, vjp, vmap, ...), which cannot see through a collective. Call "

@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 
-from .._common.interrupts import uninterruptible
+from .._common.calls import uninterruptible
 from .._common.torch_names import without_func_levels
 from .._plan.cursor import Action, Cursor, InFlight, Move, Position, Positions
 from .._plan.layout import Layout
@@ -31,9 +31,8 @@ from .._runtime.runtime import Runtime
 from .._spec.spec import Order, Spec
 from .._storage import FlatBuffer, Stored
 from .gathers import Carrier, Gathers
-from .reductions import Reductions
+from .reductions import Reductions, Values
 from .sink import GradientSink
-from .staging import Values
 
 
 class Progress:

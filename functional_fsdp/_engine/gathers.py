@@ -34,7 +34,7 @@ Its memory comes and goes with a step, unless it keeps an arena, or `staging` gi
 
 What a transport of one's own can change: every gather that the plan names (`gathers`, and `gather` or `fill`), and the
 first collective of an exact sum (`reduces` and `exchange`). All other reductions are collectives of a route, issued by
-`_engine.staging`. What no plan names is gathered by collectives: whole trees, and units in a driven step before its
+`_engine.reductions`. What no plan names is gathered by collectives: whole trees, and units in a driven step before its
 order of use is known. Steps that are compiled whole have collectives only.
 """
 
@@ -47,10 +47,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._common.calls import provided
+from .._common.calls import provided, ranged
 from .._common.device import keeps_released
 from .._common.errors import ScheduleError
-from .._common.ranges import ranged
 from .._common.record import Collective, Mark, Steps, check_kinds, together
 from .._common.torch_names import profiler
 from .._plan.cursor import Action, Move

@@ -21,8 +21,8 @@ from .._common.calls import provide
 from .._common.device import runs_triton, tl, triton
 from .._common.record import Collective, Steps
 from .._engine.gathers import Carrier, Portions
+from .._engine.reductions import Staging
 from .._engine.sink import BucketConsumer
-from .._engine.staging import Staging
 from .._plan.layout import STAGED, aligned
 from .._runtime.runtime import Runtime
 

@@ -18,18 +18,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from .._common.calls import arrive, guard, refuse, traced_as, uninterruptible
 from .._common.errors import ScheduleError, TreeError
-from .._common.interrupts import arrive, guard, uninterruptible
 from .._common.record import over_each_axis
-from .._common.tracing import refuse, traced_as
 from .._graph.traced import change as traced_change
 from .._graph.traced import change_weights as traced_change_weights
 from .._state.lineage import Version
 from .._state.state import State
 from .._storage import FlatBuffer, clear_padding, of_tree, of_unit, refresh
-from .._verbs.metrics import Op, axes_of, over_axes
-from .._verbs.step import has_gradients
-from .._verbs.verbs import finish_reductions, no_unit
+from .._verbs import Op, axes_of, finish_reductions, has_gradients, no_unit, over_axes
 
 Axes = tuple[str, ...]
 

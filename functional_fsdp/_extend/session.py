@@ -28,16 +28,15 @@ from typing import Any
 
 import torch
 
-from .._common.calls import verb
+from .._common.calls import refuse, traced_as, verb
 from .._common.device import default_generator
 from .._common.errors import ScheduleError
-from .._common.tracing import refuse, traced_as
 from .._plan.plan import DefaultOrder, Program
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.spec import Order
 from .._state.lineage import Lineage
 from .._state.state import State
-from .._verbs.verbs import no_unit
+from .._verbs import no_unit
 from .agreed import all_done, differ
 from .orders import GuessedOrder
 from .residuals import copy_to_fallback

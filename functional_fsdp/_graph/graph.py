@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .._common import torch_names
+from .._common.calls import KEEPING, lowering, users_line
 from .._common.device import device_of
 from .._common.errors import ScheduleError, expect
 from .._common.record import LANES, Collective
 from .._common.torch_names import Fakes, FakeTensorMode, dynamo, enable_python_dispatcher, pytree
-from .._common.tracing import KEEPING, lowering, users_line
 from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
 from .._state.lineage import Version

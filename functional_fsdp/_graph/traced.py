@@ -40,11 +40,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from .._common.calls import provide
+from .._common.calls import provide, refuse, tracing_now
 from .._common.errors import FsdpError, ScheduleError, StaleStateError, TreeError
 from .._common.record import LANES, Collective
 from .._common.torch_names import disable_current_modes, functional_collectives, pytree
-from .._common.tracing import refuse, tracing_now
 from .._optim.optimizer import Sender, check
 from .._plan.layout import Bucket, Layout, Unit
 from .._plan.plan import Records, keeps_copy, make_plan, records
@@ -53,7 +52,7 @@ from .._runtime.given import ALL, Lacking, Seats
 from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
 from .._storage import FlatBuffer, clear_padding
-from .._verbs.step import counting, keep, may_step, put_back, update
+from .._verbs import counting, keep, may_step, put_back, update
 
 if TYPE_CHECKING:
     from .._state.state import State

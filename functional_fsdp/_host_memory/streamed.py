@@ -26,7 +26,7 @@ from .._optim.optimizer import FILL, runs
 from .._plan.layout import STAGED, Bucket, aligned
 from .._runtime.given import Leaves
 from .._storage import FlatBuffer, own_part
-from .._verbs.step import in_place
+from .._verbs import in_place
 from .cut import cut, cuts
 
 if TYPE_CHECKING:

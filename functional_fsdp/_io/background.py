@@ -27,10 +27,9 @@ from typing import Any
 
 import torch
 
-from .._common.calls import alone
+from .._common.calls import alone, uninterruptible
 from .._common.device import arrival, pin, unpin
 from .._common.errors import CheckpointError
-from .._common.interrupts import uninterruptible
 from .._plan.layout import aligned
 from .._runtime.agreement import Joint
 from .._runtime.runtime import Runtime, runtime_of

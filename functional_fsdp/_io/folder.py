@@ -26,8 +26,8 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import IO, Any
 
+from .._common.calls import uninterruptible
 from .._common.errors import CheckpointError
-from .._common.interrupts import uninterruptible
 
 locks: Any = None
 with suppress(ImportError):  # no Unix: leftovers go by their age

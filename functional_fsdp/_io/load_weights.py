@@ -20,7 +20,7 @@ from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._storage import FlatBuffer, whole_leaves, zeros
-from .._verbs.step import with_counts
+from .._verbs import with_counts
 from .conversions import Conversions, checked
 from .manifest import as_there
 from .sources import Partial, Rename, Source, fill, fill_weights, opened, same_source

@@ -42,7 +42,7 @@ from .._redistribute.redistribute import Node, leaf_infos, nodes_of
 from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._storage import FlatBuffer
-from .._verbs.step import counted, with_counts
+from .._verbs import counted, with_counts
 from .folder import NOTE, inside, write_file
 from .parts import SAVED, SavedTensor, any_apart, by_place, places_of
 

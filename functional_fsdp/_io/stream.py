@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from .._common.calls import alone
+from .._common.calls import alone, uninterruptible
 from .._common.errors import SpecError, TreeError, expect
-from .._common.interrupts import uninterruptible
 from .._common.tree import bytes_text, flatten
 from .._plan.layout import Unit
 from .._plan.route import Replicated

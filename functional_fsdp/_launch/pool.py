@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._common.calls import of_the_program
 from .._common.errors import FsdpError
-from .._common.interrupts import of_the_program
 from .server import Server, exit_code
 from .transfer import Key, dumps, loads
 from .worker import STORE, Call, Setup

@@ -54,7 +54,7 @@ from .._common.torch_names import forget_imports, pytree, read_objects_by, unpic
 from .._runtime.restart import ALL
 from .._runtime.runtime import forget_runtime, runtimes
 from .._state.state import State
-from .._verbs.step import newest
+from .._verbs import newest
 
 __all__ = [
     "Key", "Namespaces", "drop", "dumps", "held", "keep", "loads", "meshes", "namespaces", "renew", "same",

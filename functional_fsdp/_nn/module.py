@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn as nn
 
+from .._common.calls import refuse, tracing, uninterruptible
 from .._common.errors import TreeError
-from .._common.interrupts import uninterruptible
 from .._common.torch_names import (
     FakeTensor,
     autograd_node,
@@ -31,7 +31,6 @@ from .._common.torch_names import (
     parametrized_anew,
     reparametrize_module,
 )
-from .._common.tracing import refuse, tracing
 from .skeleton import (
     Placeholder,
     aliases_among,

@@ -8,10 +8,9 @@ from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
 
-from .._common.calls import provided
+from .._common.calls import provided, traced_as
 from .._common.device import as_rate
 from .._common.torch_names import fused_adamw_
-from .._common.tracing import traced_as
 from .._runtime.given import Leaves
 from .._spec.precision import Codec
 from .._storage import no_counts, summary, zeros

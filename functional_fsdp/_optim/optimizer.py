@@ -28,11 +28,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from .._common.calls import refuse
 from .._common.device import lies_on_host
 from .._common.errors import SpecError, TreeError
 from .._common.record import Collective, over_each_axis
 from .._common.torch_names import foreach_add_, pytree
-from .._common.tracing import refuse
 from .._plan.layout import Bucket
 from .._runtime.given import Leaves
 from .._spec.spec import Spec

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from .._common.calls import traced_as
 from .._common.device import as_rate, fused_sgd_takes
 from .._common.errors import SpecError
 from .._common.torch_names import fused_sgd_
-from .._common.tracing import traced_as
 from .._runtime.given import Leaves
 from .._storage import zeros
 from .optimizer import Setting, Tree, UpdatesSome, at, check_settings, fixed, groups_of, labels_in, numbers, tensors

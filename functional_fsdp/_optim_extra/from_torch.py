@@ -34,10 +34,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from .._common.calls import traced_as
 from .._common.device import as_rate, being_captured, lies_on_host, zeros_as
 from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.torch_names import FakeTensorMode, TorchDispatchMode, pytree
-from .._common.tracing import traced_as
 from .._optim.optimizer import Tree, UpdatesSome, at, by_label, check_settings, labels_in
 from .._plan.layout import Bucket
 from .._runtime.given import Leaves

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from .._common.calls import traced_as
 from .._common.errors import SpecError
 from .._common.torch_names import pytree
-from .._common.tracing import traced_as
 from .._optim.optimizer import (
     FILL,
     Sender,

@@ -26,10 +26,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .._common.calls import traced_as
 from .._common.device import being_captured, lies_on_host
 from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.torch_names import foreach_copy_, pytree, unflatten_dense_tensors
-from .._common.tracing import traced_as
 from .._optim.optimizer import (
     Sender,
     Tree,

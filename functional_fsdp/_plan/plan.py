@@ -77,8 +77,8 @@ Records: what each verb does with a bucket, as routes of collectives. Pure; work
 | finish  | as far as that was | main gradients         | `finish_reductions`                             |
 | step    | main weights       | compute copies         | `step`                               |
 
-The engine (`_engine/gathers.py`, `_engine/staging.py`) carries them out on lanes, a traced step (`_graph/traced.py`) as
-operations of a graph.
+The engine (`_engine/gathers.py`, `_engine/reductions.py`) carries them out on lanes, a traced step
+(`_graph/traced.py`) as operations of a graph.
 """
 
 from __future__ import annotations

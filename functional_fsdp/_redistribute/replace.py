@@ -15,11 +15,10 @@ from typing import Any, NoReturn
 import torch
 
 from .._axes.cuts import cut_of
-from .._common.calls import ordinary, verb
+from .._common.calls import ordinary, traced_as, verb
 from .._common.device import checksum, clone_as, empty_as
 from .._common.errors import ScheduleError, TreeError, expect
 from .._common.torch_names import pytree
-from .._common.tracing import traced_as
 from .._common.tree import flatten
 from .._nn.packed_weight import PackedWeight
 from .._plan.layout import Bucket, Leaf
@@ -30,7 +29,7 @@ from .._state.lineage import Version
 from .._state.shard import read_sums
 from .._state.state import State
 from .._storage import FlatBuffer, clear_padding, leaf_shards, refresh, stored_as, zeros
-from .._verbs.verbs import finish_reductions
+from .._verbs import finish_reductions
 
 Values = dict[str, torch.Tensor]
 

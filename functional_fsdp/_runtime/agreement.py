@@ -50,14 +50,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._common.calls import guard, leave, uninterruptible
 from .._common.device import current_device
 from .._common.errors import CommError, FsdpError, RestartError, ScheduleError
-from .._common.interrupts import guard, leave, uninterruptible
 from .._common.record import QUEUES, Collective, Mark, Steps
 from .._distributed import NUMBER, Ballot, Case, medium_of
-from .forms import Forms
 from .given import FULL
-from .restart import Meeting, announce, restart
+from .restart import Forms, Meeting, announce, restart
 
 if TYPE_CHECKING:
     from .._distributed import HostVote, ProcessWatch

@@ -40,9 +40,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from .._common.calls import ranged, uninterruptible
 from .._common.errors import ScheduleError
-from .._common.interrupts import uninterruptible
-from .._common.ranges import ranged
 from .._common.record import QUEUES, Call, Collective, Mark, Steps
 from .._common.torch_names import profiler
 from .._distributed import Case

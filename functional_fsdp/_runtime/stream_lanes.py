@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._common.calls import provided
-from .._common.interrupts import uninterruptible
+from .._common.calls import provided, uninterruptible
 from .._common.record import LANES, Collective, Mark, Steps
 from .._common.torch_names import all_gather_single, current_stream, reduce_scatter_single, set_stream
 from .agreement import Agreement

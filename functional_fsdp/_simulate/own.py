@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from .._common.calls import bring_back, put_away
 from .._common.device import random_state, set_random_state
 from .._common.torch_names import dual_level_verbs, forward_ad, func_transforms, parametrize, set_forward_enabled
-from .._common.tracing import bring_back, put_away
 from .._io import pending
 from .._runtime import runtime
 

@@ -26,10 +26,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._common.calls import must_wait, users_line
 from .._common.errors import FsdpError
-from .._common.interrupts import must_wait
 from .._common.torch_names import compile_id
-from .._common.tracing import users_line
 from .own import Own
 
 __all__ = ["Deadlock", "Fault", "Rank", "Turns"]

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from .._common.calls import provided
+from .._common.calls import guard, leave, provided
 from .._common.errors import FsdpError, RestartError, StaleStateError
-from .._common.interrupts import guard, leave
 from .._engine.executor import Executor
 from .._nn.skeleton import changed
 from .._plan.layout import Bucket, Layout
@@ -33,7 +32,6 @@ from .._storage import LentTree, spoilt
 
 if TYPE_CHECKING:
     from .._plan.cursor import Cursor
-
 
 _graph_plan = provided("graph.graph_plan")
 

@@ -15,8 +15,8 @@ from typing import ClassVar
 
 import torch
 
+from .._common.calls import traced_as
 from .._common.torch_names import disable_current_modes
-from .._common.tracing import traced_as
 from .._spec.precision import Codec, Planes, Shape
 from .blocks import by_most, check_block, in_blocks, in_halves, of_halves, spread
 from .kernels import Blocked

@@ -19,17 +19,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .._common.calls import provide
+from .._common.calls import provide, refuse, traced_as
 from .._common.errors import SpecError
 from .._common.record import Collective
-from .._common.tracing import refuse, traced_as
 from .._plan.layout import STAGED, aligned
 from .._runtime.given import Leaves
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.precision import START, Codec, Form, Planes
 from .._state.state import State
 from .._storage import FlatBuffer
-from .._verbs.metrics import Wire, axes_of, chosen_axes, compared
+from .._verbs import Wire, axes_of, chosen_axes, compared
 from . import kernels
 
 __all__ = ["add_up", "pack", "pack_part", "packed_mean", "packed_sum", "unpack_whole"]

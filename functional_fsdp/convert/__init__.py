@@ -35,7 +35,7 @@ from .._launch.launch import local_mesh
 from .._optim.adamw import adamw
 from .._spec.precision import Precision
 from .._spec.spec import Spec
-from .._state.init import init
+from .._state.shard import init
 
 __all__ = ["convert", "main", "model_of_config"]
 

@@ -38,7 +38,7 @@ from .._nn.packed_weight import PackedWeight
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
 from .._storage import FlatBuffer, leaf_shards
-from .._verbs.verbs import finish_reductions
+from .._verbs import finish_reductions
 
 __all__ = ["LANES", "Digest", "Fingerprinted", "Key", "Prints", "Row", "Step", "digest", "fingerprint"]
 

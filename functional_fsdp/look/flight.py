@@ -21,8 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from .._common.calls import users_line
 from .._common.errors import as_path
-from .._common.tracing import users_line
 from .._common.tree import table
 from .._runtime import runtime
 from .._runtime.agreement import ON_LOSS

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from torch.profiler import ProfilerActivity, profile
 
+from .._common.calls import ranged
 from .._common.device import count_peak, peak_of
 from .._common.errors import ScheduleError, expect
-from .._common.ranges import ranged
 from .._common.torch_names import profiler, pytree
 from .._common.tree import bytes_text, table
 from .._plan.plan import Plan

@@ -17,7 +17,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import SpecError, TreeError
 from functional_fsdp import transforms as T
 from functional_fsdp._redistribute import replace as _replace
-from functional_fsdp._state import init as _init
+from functional_fsdp._state import shard as _init
 from functional_fsdp._state import shard as _shard
 
 Tree = dict[str, torch.Tensor]

@@ -19,7 +19,7 @@ from support.tables import marked
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp._engine.gathers import Gathers
-from functional_fsdp._engine.staging import Staging
+from functional_fsdp._engine.reductions import Staging
 from functional_fsdp.look.__main__ import main as look
 from functional_fsdp.look.fingerprint import Key, Row, Step, digest
 

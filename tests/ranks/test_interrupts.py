@@ -19,13 +19,13 @@ from support.strikes import WAYS, bits, disturbed, interruptible, training
 from support.tables import FULL
 
 import functional_fsdp as fsdp
+from functional_fsdp import _verbs as _step
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._common import interrupts as _interrupts
+from functional_fsdp._common import calls as _interrupts
 from functional_fsdp._common.record import Collective
 from functional_fsdp._runtime.agreement import Agreement
 from functional_fsdp._runtime.runtime import runtime_of
-from functional_fsdp._verbs import step as _step
 
 FEW = [("alone", "whole"), ("one of two", "by_unit"), ("both", "driven")]
 ROWS = [

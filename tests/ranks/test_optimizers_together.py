@@ -21,7 +21,7 @@ from support.torch_optimizers import ByParameter
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, Spec, extend
 from functional_fsdp import transforms as T
-from functional_fsdp._verbs.step import update
+from functional_fsdp._verbs import update
 
 Tree = dict[str, Any]
 SHAPES = {"a.w": (9, 40), "a.bias": (130,), "a.v": (20, 3), "b.w": (4, 4), "b.bias": (1,), "c.bias": (7,), "norm": (9,)}

@@ -218,7 +218,7 @@ def test_without_a_profiler_no_range_is_made(monkeypatch: pytest.MonkeyPatch) ->
     def refused(name: str) -> None:
         raise AssertionError(name)
 
-    monkeypatch.setattr("functional_fsdp._common.ranges.record_function", refused)
+    monkeypatch.setattr("functional_fsdp._common.calls.record_function", refused)
     state, model = made("zero3")
     for way in (by_tree, by_unit, driven):
         state = way(state, model)

@@ -22,7 +22,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import Schedule, TreeError
 from functional_fsdp._optim.optimizer import portions
 from functional_fsdp._runtime.lanes import HostLanes
-from functional_fsdp._verbs.step import _beside, apply_optimizer, counting, in_place, keep, put_back
+from functional_fsdp._verbs import _beside, apply_optimizer, counting, in_place, keep, put_back
 from functional_fsdp.extend import Session
 
 PRESETS = ("zero3", "zero2", "zero1", "hsdp", "hfsdp", "ddp")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import functional_fsdp as fsdp
 from functional_fsdp import Bucket, Layout, Placement, Precision, Spec, SpecError, TreeError
-from functional_fsdp._engine.staging import staged
+from functional_fsdp._engine.reductions import staged
 from functional_fsdp._plan.layout import ALIGN, LeafInfo, plan_layout
 from functional_fsdp._storage import leaves_of
 

@@ -14,7 +14,7 @@ from support.streams import WAYS, Order, Ordered, ordered, trained
 from support.tables import marked
 
 import functional_fsdp as fsdp
-from functional_fsdp._engine.staging import Staging
+from functional_fsdp._engine.reductions import Staging
 from functional_fsdp._host_memory import streamed
 from functional_fsdp._runtime.runtime import runtime_of
 

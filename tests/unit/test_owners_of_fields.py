@@ -135,7 +135,7 @@ class Other:
 
 
 TAKE_PART = ("arrival", "veto", "streamed", "remat")  # in steps, through the gradient sink or the runtime's gate
-KNOW = ("_engine/", "_verbs/verbs.py", "_verbs/step.py", "_runtime/runtime.py", "_runtime/agreement.py")
+KNOW = ("_engine/", "_verbs.py", "_runtime/runtime.py", "_runtime/agreement.py")
 
 
 def test_the_engine_and_the_verbs_know_nobody_who_takes_part_in_a_step() -> None:

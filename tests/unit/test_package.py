@@ -296,8 +296,7 @@ def test_a_question_about_cuda_is_seen() -> None:
 
 #: who may ask whether a graph is being made: the places that choose, and two that ask it of code without a State
 ASK = {
-    "_common/tracing.py",  # says so, and chooses: `traced_as`
-    "_common/calls.py",  # chooses: `verb` and `alone`
+    "_common/calls.py",  # says so, and chooses: `traced_as`, `verb` and `alone`
     "_nn/module.py",  # a call of a bound module, which Dynamo follows by torch.func's way only
     "_compile/compile_units.py",  # compiled code, which asks whether it is compiled, or runs as Python
 }
@@ -311,7 +310,7 @@ def test_nobody_asks_whether_a_graph_is_made() -> None:
         named = [getattr(node, "id", None) or getattr(node, "attr", "") for node in nodes(file)]
         return QUESTIONS & {*named}
 
-    assert not found_in([file for file in ALL if place(file) not in ASK], names), "see _common.tracing.traced_as"
+    assert not found_in([file for file in ALL if place(file) not in ASK], names), "see _common.calls.traced_as"
 
 
 def test_transforms_are_made_of_public_names() -> None:

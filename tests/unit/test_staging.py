@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from functional_fsdp._engine import staging as _stage
-from functional_fsdp._engine.staging import copy_large
+from functional_fsdp._engine import reductions as _stage
+from functional_fsdp._engine.reductions import copy_large
 
 
 def test_large_gradients_are_copied_apart_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:

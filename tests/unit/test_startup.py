@@ -42,10 +42,10 @@ def calling(file: str, inner: Callable[[], Any]) -> Any:
         (["/site/torch/_dynamo/convert_frame.py"], "Dynamo"),
         (["/site/torch/_dynamo/convert_frame.py", "/site/torch/_inductor/graph.py"], "Inductor: kernels"),
         (["/site/torch/_inductor/graph.py", "/site/sympy/core/add.py"], "Dynamo"),
-        (["/a/functional_fsdp/_state/init.py", "/a/model.py"], "weights and layout"),
+        (["/a/functional_fsdp/_state/shard.py", "/a/model.py"], "weights and layout"),
         (["/a/functional_fsdp/transforms/_cuda_graph/graphed.py"], "graph capture"),
-        (["/a/functional_fsdp/_verbs/verbs.py"], "steps"),
-        (["/a/functional_fsdp/_verbs/verbs.py", "<frozen importlib._bootstrap>"], "imports"),
+        (["/a/functional_fsdp/_verbs.py"], "steps"),
+        (["/a/functional_fsdp/_verbs.py", "<frozen importlib._bootstrap>"], "imports"),
     ],
 )
 def test_the_innermost_file_that_belongs_to_a_part_decides(files: list[str], part: str) -> None:

@@ -10,41 +10,41 @@ from unittest import mock
 
 import pytest
 
-from functional_fsdp._common import interrupts
+from functional_fsdp._common import calls
 
 
 @pytest.fixture
 def waiting() -> Iterator[None]:
     """An interrupt came while a step was taken."""
     assert threading.current_thread() is threading.main_thread()
-    with mock.patch.object(interrupts, "_waiting", [time.monotonic()]):
+    with mock.patch.object(calls, "_waiting", [time.monotonic()]):
         yield
-    interrupts._places.clear()
+    calls._places.clear()
 
 
 def callers() -> list[str]:
-    return [frame.f_code.co_name for frame, _ in interrupts._places]
+    return [frame.f_code.co_name for frame, _ in calls._places]
 
 
 @pytest.mark.usefixtures("waiting")
 def test_it_waits_until_the_caller_of_step_has_come_to_another_line() -> None:
     def step() -> bool | None:
         # on one line
-        return [interrupts.arrive(True), interrupts._in_transit(sys._getframe())][1]  # type: ignore[func-returns-value]
+        return [calls.arrive(True), calls._in_transit(sys._getframe())][1]  # type: ignore[func-returns-value]
 
     assert step()
-    assert not interrupts._in_transit(sys._getframe())
+    assert not calls._in_transit(sys._getframe())
     assert callers()[:2] == ["step", "test_it_waits_until_the_caller_of_step_has_come_to_another_line"]
 
 
 @pytest.mark.usefixtures("waiting")
 def test_another_thread_s_step_does_not_say_where_the_main_thread_is() -> None:
-    other = threading.Thread(target=interrupts.arrive, args=(True,))
+    other = threading.Thread(target=calls.arrive, args=(True,))
     other.start()
     other.join()
     assert callers() == []
 
 
 def test_without_one_nothing_is_looked_at() -> None:
-    interrupts.arrive(others=True)
+    calls.arrive(others=True)
     assert callers() == []

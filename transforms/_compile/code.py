@@ -35,7 +35,7 @@ import torch.fx as fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from functional_fsdp._seams import ranges, torch_private
+from functional_fsdp._seams import ranged, torch_private
 from functional_fsdp.extend import Collective
 
 from .startup import waiting
@@ -218,7 +218,7 @@ def named(run: Callable[..., Any], issued: Iterable[Collective]) -> Callable[...
         if not torch_private.profiler._is_profiler_enabled:
             return run(*args)
         with Names(issued):
-            return ranges.ranged(run, "compiled step")(*args)
+            return ranged(run, "compiled step")(*args)
 
     return call
 
@@ -242,10 +242,10 @@ class Names(TorchFunctionMode):
         op = schema.name.removeprefix(NAMESPACE)
         if op.startswith("wait_tensor"):
             _, name = self.awaited.pop(id(args[0]), (None, ""))
-            return ranges.ranged(func, f"wait {name}".rstrip())(*args, **kwargs)
+            return ranged(func, f"wait {name}".rstrip())(*args, **kwargs)
         kind = next((kind for kind in KINDS if op.startswith(kind)), "")
         name = self.left[kind].popleft() if kind and self.left[kind] else op
-        out = ranges.ranged(func, name)(*args, **kwargs)
+        out = ranged(func, name)(*args, **kwargs)
         if isinstance(out, torch.Tensor):
             self.awaited[id(out)] = out, name.replace("reduce gradients of", "reduce")
         return out

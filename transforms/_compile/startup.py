@@ -46,9 +46,8 @@ PARTS = (
     ("AOTAutograd", ("/torch/_functorch/",)),
     ("Dynamo", ("/torch/_dynamo/", "/torch/fx/", "/torch/_guards", "/sympy/")),
     ("graph capture", ("/_cuda_graph/", "/_capture/")),
-    ("agreement of ranks", ("/_runtime/agree", "/_runtime/lanes", "/_runtime/restart", "/_distributed/")),
-    ("weights and layout", ("/_state/init", "/_state/shard", "/_nn/", "/_spec/", "/_plan/", "/_common/device",
-                            "/_io/sources")),
+    ("agreement of ranks", ("/_runtime/agree", "/_runtime/lanes", "/_runtime/restart", "/_distributed.py")),
+    ("weights and layout", ("/_state/shard", "/_nn/", "/_spec/", "/_plan/", "/_common/device", "/_io/sources")),
     ("steps", ("functional_fsdp/", "/transforms/")),
 )  # fmt: skip
 OTHER = "elsewhere"  # the program's own code, or a wait for the device in it

@@ -18,7 +18,7 @@ import torch.nn as nn
 import torch.nn.modules.module as GLOBAL
 
 from functional_fsdp import PackedWeight, ScheduleError
-from functional_fsdp._seams import changed, local_part, ranges, torch_private
+from functional_fsdp._seams import changed, local_part, ranged, torch_private
 
 from .._compile.compile_units import Compiled, Compiler, own_class
 from .._modules.containers import on_copies
@@ -364,7 +364,7 @@ def entered(cls: type[nn.Module]) -> type[nn.Module]:
         unit_call = self._unit_call
         enter, watcher = unit_call.enter, unit_call.driver.watcher
         if torch_private.profiler._is_profiler_enabled:
-            enter = ranges.ranged(enter, f"forward {unit_call.path}")
+            enter = ranged(enter, f"forward {unit_call.path}")
         if watcher is not None:
             enter = partial(watcher, f"forward {unit_call.path}", enter)
         return enter(cls.__call__, args, kwargs)

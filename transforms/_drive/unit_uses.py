@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from functional_fsdp import ScheduleError
-from functional_fsdp._seams import ranges, torch_private
+from functional_fsdp._seams import opened, torch_private
 
 from .._modules.unit_modules import Leaf
 
@@ -81,7 +81,7 @@ class UnitUse:
         if driver.active:
             driver.end_others(self.parents)
         if torch_private.profiler._is_profiler_enabled:
-            self.close = ranges.opened(f"backward {unit_call.unit_module.path}")
+            self.close = opened(f"backward {unit_call.unit_module.path}")
         driver.gather(unit_call.units, self.parents, self.off_plan)
         driver.regathered(self)
         driver.active.append(self)

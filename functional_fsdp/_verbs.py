@@ -1,4 +1,6 @@
-"""The verb `step`: what it asks of ranks, and of an optimizer, eagerly; and how a step starts over.
+"""The verbs of a train step, metrics, and how a transform changes a state.
+
+The verb `step`: what it asks of ranks, and of an optimizer, eagerly; and how a step starts over.
 
     checks ── finish reductions ── vote ── confirm ── update, in place ── compute copies ── the next state
     nothing has changed                 │  from here on ranks cannot take the step back
@@ -13,30 +15,61 @@ That is `Schedule(overlap_update=True)`; else compute updates everything after t
 
 Leaves that got no gradient stay as they are: the optimizer leaves them out (`update_some`), or they are kept and put
 back. A traced step (`_graph/traced.py`) has the same parts of the update.
+
+The verbs of a train step: unshard, release, reduce; `step` has a file of its own. State first in, state first out.
+
+    state ── unshard ──▶ weights ── your loss, torch.func ──▶ gradients ── reduce ──▶ state.grads ── step ──▶ state
+
+What each starts, and when, is the plan's to say (see `advance`, and `executor` for how); compute waits for what it
+needs and nothing else. Which collective it is follows from the placement:
+
+| verb    | zero3          | zero2          | zero1                | ddp                | hsdp                       |
+|---------|----------------|----------------|----------------------|--------------------|----------------------------|
+| unshard | all-gather     | -              | -                    | -                  | all-gather (shard)         |
+| reduce  | reduce-scatter | reduce-scatter | reduce-scatter, last | all-reduce, last   | r.-s., then all-reduce     |
+| step    | -              | all-gather     | all-gather           | -                  | -                          |
+
+"last": once, on the last microbatch.
+
+Metrics across ranks: the mean, the sum and the largest of a pytree over the data ranks (JAX's `pmean`, `psum` and
+`pmax`).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
-from .._common.calls import alone, provided, verb
-from .._common.errors import ScheduleError, StaleStateError, TreeError, expect
-from .._common.interrupts import arrive, guard, uninterruptible
-from .._common.ranges import ranged
-from .._common.record import Collective, Mark, Steps
-from .._common.torch_names import foreach_copy_, profiler, pytree
-from .._optim.optimizer import Sender, check, in_own_dicts, put, runs, tensors_of
-from .._plan.plan import copied_alike
-from .._runtime.given import WHOLE, Lacking, Leaves, NewCounts
-from .._state.lineage import Version
-from .._state.state import State
-from .._storage import VERSION, FlatBuffer, own_part, refresh
+from ._common.calls import alone, arrive, guard, provided, ranged, refuse, traced_as, uninterruptible, verb
+from ._common.errors import ScheduleError, SpecError, StaleStateError, TreeError, as_names, expect
+from ._common.record import Collective, Mark, Steps
+from ._common.torch_names import foreach_copy_, profiler, pytree
+from ._optim.optimizer import Sender, check, in_own_dicts, put, runs, tensors_of
+from ._plan.plan import copied_alike
+from ._runtime.given import ALL, WHOLE, Lacking, Leaves, NewCounts
+from ._runtime.runtime import runtime_of
+from ._spec.precision import Codec
+from ._state.lineage import Version
+from ._state.state import State
+from ._storage import (
+    VERSION,
+    FlatBuffer,
+    LentTree,
+    gather,
+    lent_leaves,
+    of_tree,
+    of_unit,
+    own_part,
+    refresh,
+    refuse_zeros,
+    whole_of,
+)
 
 NOTHING = WHOLE.given
 _stream = provided("host_memory.stream")  # the update of what lies in the host's memory
@@ -529,3 +562,443 @@ def drop_gradients(state: State) -> State:
     lineage.enter(base.version.serial, "drop_gradients")
     found: State = base
     return found
+
+
+Weights = dict[str, torch.Tensor]
+SEVERAL = (tuple, list, Iterable)  # to look at those two alone takes a third of the time
+
+
+def no_unit(state: State, name: Any, verb: str) -> ScheduleError:
+    return ScheduleError(f"{verb}: there is no unit {name!r}. The units are {', '.join(map(repr, state.units))}.")
+
+
+# ---------------------------------------------------------------- unshard and release
+
+
+@overload
+def unshard(state: State) -> tuple[State, Any]: ...
+@overload
+def unshard(state: State, unit: str) -> tuple[State, Weights]: ...  # type: ignore[overload-overlap]
+@overload
+def unshard(state: State, unit: Sequence[str]) -> tuple[State, dict[str, Weights]]: ...
+@verb(provided("graph.unshard"))
+def unshard(state: State, unit: str | Sequence[str] | None = None) -> tuple[State, Any]:
+    """Gather weights: shards [n / ranks] -> leaves of their global shapes, in the compute dtype. What is gathered in
+    float8 is a `Float8Weight`.
+
+    Args:
+        state: the newest state of a step, or the state between steps.
+        unit: None for the whole tree; the name of one unit; or several names.
+
+    Returns:
+        The new state and the weights. The whole tree has the structure that was sharded, its tensors are yours as long
+        as you hold them (where weights are replicated they are views of the state's own copy, which `step`
+        overwrites); a tied leaf is one tensor at each of its paths, for which torch.func gives a gradient each (`bind`
+        and `tie` keep it one). A unit's weights are `{path relative to the unit: tensor}`, borrowed until
+        `release`; several units give `{unit: weights}`. Gathering a unit that is already gathered costs nothing.
+
+    Raises:
+        StaleStateError: a consumed state. ScheduleError: an unknown unit, or inside a torch.func transform.
+
+    Collective: one all-gather a bucket and axis where weights are sharded; none where they are replicated.
+
+    Example: `state, params = fsdp.unshard(state)`; `state, w = fsdp.unshard(state, "blocks.0")`.
+    """
+    if unit is None:
+        return _unshard_tree(state)
+    lineage = state.version.lineage
+    names = (unit,) if isinstance(unit, str) or not isinstance(unit, SEVERAL) else tuple(dict.fromkeys(unit))
+    for name in names:
+        if name not in state.layout.by_name:
+            raise no_unit(state, name, "unshard")
+    lineage.enter(state.version.serial, "unshard")
+    executor = lineage.executor or state._executor
+    move = executor.gathers.plan_unshard(names)
+    with lineage:
+        weights = executor.unshard(state, names, move)
+        new = lineage.advance(state, ("unshard", names), executor.sink.grads or state.grads)
+    return new, weights[unit] if isinstance(unit, str) else weights
+
+
+def _unshard_tree(state: State) -> tuple[State, Any]:
+    """The weights of a whole tree, which no plan names."""
+    lineage = state.version.lineage
+    lineage.enter(state.version.serial, "unshard")
+    state = lineage.advance(state, "unshard()", busy=False)
+    views: dict[str, torch.Tensor] = {}
+    lineage.touched()
+    with lineage.off_plan(state):
+        own = {name: scale.clone() for name, scale in state.scales.items()}  # those of a state change with it
+        lent = []
+        for bucket in state.layout.buckets.values():
+            whole = whole_of(state, bucket)
+            if whole is None:
+                whole = gather(state, bucket)
+                views |= lent_leaves(bucket, whole, own)
+            else:
+                views |= lent_leaves(bucket, whole, state.scales)
+            lent.append((bucket, whole))
+    lineage.check_lent()
+    lineage.lend(LentTree(lent))
+    return state, state.treedef.unflatten([views[path] for path in state.layout.source])
+
+
+@verb(provided("graph.release"))
+def release(state: State, unit: str | Sequence[str]) -> State:
+    """Give back a unit's gathered weights. They must not be used until the unit is gathered again, to the same tensors.
+
+    Nothing waits: the gather that reuses the bytes waits, on its own lane, until compute has passed this point. A unit
+    that the schedule keeps stays gathered. `Schedule(debug=True)` fills the bytes with NaN.
+
+    Raises:
+        ScheduleError: an unknown unit, or one that is not gathered.
+    """
+    names = (unit,) if isinstance(unit, str) or not isinstance(unit, SEVERAL) else tuple(dict.fromkeys(unit))
+    for name in names:
+        if name not in state.layout.by_name:
+            raise no_unit(state, name, "release")
+    lineage = state.version.lineage
+    lineage.enter(state.version.serial, "release")
+    executor = lineage.executor or state._executor
+    move = executor.gathers.plan_release(names)
+    if executor.gathers.written:
+        lineage.check_lent()
+    with lineage:
+        executor.release(state, names, move)
+        return lineage.advance(state, ("release", names))
+
+
+# ---------------------------------------------------------------- reduce
+
+
+@verb(provided("graph.reduce"))
+def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch: bool = True) -> State:
+    """Average gradients over the data ranks (or sum, by `Spec`) and add them to `state.grads`.
+
+    Args:
+        grads: as the weights that `unshard` gave: the whole tree, or a unit's `{relative path: tensor}`, leaves of
+            global shape. They belong to the reduction from here on: do not change them in place. None means that a
+            leaf has none: it adds nothing, and a leaf that gets none in a step, on any rank, stays as it is (see
+            `step`). Gradients of frozen leaves are ignored; those of tied leaves add up; sparse ones are made dense.
+        unit: None for the whole tree, or the unit that `grads` belong to.
+        last_microbatch: False says that more microbatches follow, so that a placement which keeps whole gradients
+            (`ddp`, `zero1`, and the outer axis of `hsdp` and `hfsdp`) can add them up locally first. A wrong flag costs
+            time only, if it is the same on every rank: `step` finishes whatever is still partial.
+
+    Returns:
+        The new state: leaves of global shape -> shards [n / ranks of grads] in `Precision.grads`. Calls add up.
+
+    Raises:
+        TreeError: another structure, shape or a non-tensor, a complex or quantized gradient, before anything is sent;
+            one on the meta device. StaleStateError, ScheduleError: also under `torch.inference_mode` where
+            torch.func gives zeros there (torch 2.11).
+
+    Collective: reduce-scatter where gradients are sharded, and on the last call what the placement's
+    table row says; in the compute dtype.
+    """
+    if unit is None:
+        return _reduce_tree(state, of_tree(state.layout, grads), last_microbatch)
+    lineage = state.version.lineage
+    one = state.layout.by_name.get(unit) if isinstance(unit, str) else None
+    if one is None:
+        raise no_unit(state, unit, "reduce")
+    values, came = of_unit(one, grads)
+    if values and values[-1] is not None and values[-1].is_inference():
+        refuse_zeros(values)
+    lineage.enter(state.version.serial, "reduce")
+    if lineage.lent:
+        lineage.check_lent()
+    executor = lineage.executor or state._executor
+    reductions, sink = executor.reductions, executor.sink
+    move = reductions.plan_reduce(unit) if values else None
+    with lineage:
+        if state.grads is not sink.grads:
+            sink.set_gradients(state.grads)
+        if sink.pending is not None:
+            lineage.end_reads()
+            sink.begin(state)
+        before = len(sink.grads)
+        if move is not None:
+            if came == ALL:
+                reductions.given.full.add(unit)
+            else:
+                reductions.given.note(unit, came)
+            executor.reduce(state, unit, values, last_microbatch, move)
+        if before < len(sink.grads) == len(state.layout.trainable):
+            sink.put_in_order()
+        return lineage.advance(state, ("reduce", unit), sink.grads)
+
+
+def _reduce_tree(state: State, grads: dict[str, torch.Tensor], last_microbatch: bool) -> State:
+    """The gradients of a whole tree, by path: a round of its own."""
+    lineage = state.version.lineage
+    if any(grad.is_inference() for grad in grads.values()):
+        refuse_zeros(grads.values())
+    lineage.enter(state.version.serial, "reduce")
+    lineage.check_lent()
+    executor = state._executor
+    sink = executor.sink
+    with lineage:
+        sink.set_gradients(state.grads)
+        if sink.pending is not None:
+            lineage.end_reads()
+            sink.begin(state)
+        executor.reduce_tree(state, grads, last_microbatch)
+        sink.put_in_order()
+        return lineage.advance(state, "reduce()", sink.grads)
+
+
+@verb(provided("graph.finish_reductions"))
+def finish_reductions(state: State) -> State:
+    """Make `state.grads` whole: every trainable bucket, each in its final placement. For whoever reads gradients.
+
+    What was announced with `last_microbatch=False` is reduced now; a unit that got no gradient counts as zero, and is
+    reduced like the others because its peers on other ranks may have got one. Called by `step`.
+
+    Ranks vote in `step`, not here. Where they did different things in this step, so that `step` will refuse it, what
+    this gives them may be other gradients on each rank.
+
+    Raises:
+        ScheduleError: there are no gradients at all.
+
+    Collective: as `reduce`, for what was left over; none when nothing was.
+    """
+    has_gradients(state, "finish_reductions")
+    state.version.lineage.enter(state.version.serial, "finish")
+    executor = state._executor
+    sink = executor.sink
+    with state.version.lineage:
+        sink.set_gradients(state.grads)
+        complete = executor.reductions.complete
+        if not complete:
+            executor.finish(state, step=False)
+        before = sink.grads
+        sink.put_in_order()
+        executor.settle()
+        if not complete or sink.grads is not before:
+            state = state.version.lineage.advance(state, "finish_reductions()", sink.grads)
+    return state
+
+
+Op = Literal["mean", "sum", "max"]
+Wire = Codec | Callable[..., Codec] | None
+_packed_mean = provided("codecs.packed_mean")
+_ADDED = (  # what gloo and NCCL both add up
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8),
+)
+
+
+@overload
+def pmean(
+    state: State, tree: torch.Tensor | float, axis: str | Iterable[str] | None = None, *, wire: Wire = None
+) -> tuple[State, torch.Tensor]: ...
+@overload
+def pmean(
+    state: State, tree: Any, axis: str | Iterable[str] | None = None, *, wire: Wire = None
+) -> tuple[State, Any]: ...
+@verb(lambda state, tree, axis=None, *, wire=None: _metrics(state, tree, "pmean", "mean", axis, wire))
+def pmean(state: State, tree: Any, axis: str | Iterable[str] | None = None, *, wire: Wire = None) -> tuple[State, Any]:
+    """Average a pytree of metrics over the data ranks. Numbers become tensors, integers and bools float32 (which has
+    integers up to 2 ** 24 exactly). Complex ones stay complex.
+
+    Args:
+        state: the newest state of a step, or one between steps; it is not consumed.
+        tree: tensors [...] and numbers, of the same structure and shapes on every rank.
+        axis: of the mesh, a name or several, in the place of the axes of the data.
+        wire: a codec, as `fsdp.int8(64)`, in which each rank packs each tensor for the others along one axis. What
+            comes is unpacked and added up in float32 in the order of ranks: all get the same bits. For large tensors
+            that are averaged seldom, as in DiLoCo's outer step.
+
+    Raises:
+        TreeError: on every rank, where ranks have other shapes, dtypes or another structure; a tensor of float8, which
+        backends do not add up. SpecError: no such axis; `wire` that is no codec, or along several axes. ScheduleError:
+        `wire` in a step that is compiled whole.
+
+    Collective: one all-reduce an axis and dtype, on a lane of its own, or one all-gather of bytes; before it, on the
+    host, ranks compare what they give.
+
+    Example: `state, loss = fsdp.pmean(state, loss)`.
+    """
+    return _metrics(state, tree, "pmean", "mean", axis, wire)
+
+
+@overload
+def psum(
+    state: State, tree: torch.Tensor | float, axis: str | Iterable[str] | None = None
+) -> tuple[State, torch.Tensor]: ...
+@overload
+def psum(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> tuple[State, Any]: ...
+@verb(lambda state, tree, axis=None: _metrics(state, tree, "psum", "sum", axis))
+def psum(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> tuple[State, Any]:
+    """Add up a pytree over the data ranks, as `pmean` averages one.
+
+    Example, of losses that are sums over tokens (`Spec(average="sum")`): `state, n = fsdp.psum(state, tokens)`;
+    `state = T.divide(state, n)`.
+    """
+    return _metrics(state, tree, "psum", "sum", axis)
+
+
+@overload
+def pmax(
+    state: State, tree: torch.Tensor | float, axis: str | Iterable[str] | None = None
+) -> tuple[State, torch.Tensor]: ...
+@overload
+def pmax(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> tuple[State, Any]: ...
+@verb(lambda state, tree, axis=None: _metrics(state, tree, "pmax", "max", axis))
+def pmax(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> tuple[State, Any]:
+    """The largest of each element of a pytree over the data ranks, as `pmean` averages one. A NaN of any rank is one.
+
+    Raises:
+        TreeError: as `pmean`; a complex tensor or number, which have no order.
+
+    Example, the longest sequence of any rank: `state, longest = fsdp.pmax(state, lengths.max())`.
+    """
+    return _metrics(state, tree, "pmax", "max", axis)
+
+
+def _metrics(
+    state: State, tree: Any, name: str, op: Op, axis: str | Iterable[str] | None, wire: Wire = None
+) -> tuple[State, Any]:
+    device = state.count.device
+    leaves, treedef = pytree.tree_flatten(tree)
+    tensors = [
+        _tensor(name, leaf, device).detach()
+        if not isinstance(leaf, int | float | complex)  # else made there: nothing waits, and graphs can too
+        else torch.full((), leaf, dtype=torch.complex64 if isinstance(leaf, complex) else torch.float32, device=device)
+        for leaf in leaves
+    ]
+    floats = [t if t.is_floating_point() or t.is_complex() else t.float() for t in tensors]
+    with _call(state, name):
+        if wire is None:
+            done = all_reduce(state, floats, op, axis, structure=(name, treedef))
+        else:
+            done = _packed_mean(state, floats, axis, wire, (name, treedef))
+    return state, pytree.tree_unflatten(done, treedef)
+
+
+def _tensor(name: str, leaf: Any, device: torch.device) -> torch.Tensor:
+    """A leaf of metrics that is no number of Python's."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to(device)
+    try:
+        return torch.as_tensor(leaf, device=device)  # arrays, and what else torch takes
+    except (TypeError, ValueError, RuntimeError):
+        return expect(f"{name}(tree)", leaf, torch.Tensor, "numbers", TreeError)
+
+
+@traced_as(lambda state, name: nullcontext())  # a graph has nothing in flight when it begins
+def _call(state: State, name: str) -> AbstractContextManager[None]:
+    state.version.lineage.enter(state.version.serial, name)
+    return state.version.lineage
+
+
+def chosen_axes(data: tuple[str, ...], axis: str | Iterable[str] | None) -> tuple[str, ...]:
+    """The axes that are meant: those of the data by default."""
+    return data if axis is None else as_names("axis of the mesh", axis)
+
+
+def all_reduce(
+    state: State,
+    tensors: Sequence[torch.Tensor],
+    op: Op = "sum",
+    axis: str | Iterable[str] | None = None,
+    what: str = "",
+    structure: Any = (),
+) -> list[torch.Tensor]:
+    """Tensors [...] averaged, added up or the largest over mesh axes: shapes and dtypes stay, all ranks get the same.
+
+    What lies elsewhere is brought to the state's device first.
+
+    Args:
+        state: the newest state of a step, or one between steps; it is not consumed.
+        op: "sum", "mean" or "max". A NaN of any rank is one in all of them.
+        axis: of the mesh, a name or several. None: those of the data.
+        what: what they are, in a word, for errors and for the vote of `step`.
+        structure: what they are, for comparison with the other ranks, by equality.
+
+    Raises:
+        TreeError: on every rank, where ranks have other shapes, dtypes or another structure; the largest of complex
+        tensors; a dtype that backends do not add up (float8, int16, uint16 to uint64). SpecError: no such axis.
+
+    Collective: one all-reduce an axis and dtype, on a lane of its own; before it, on the host, ranks compare what they
+    give. Every rank of the mesh calls it.
+
+    Example: `(total,) = extend.all_reduce(state, [count], "sum", "data")`.
+    """
+    data, every = axes_of(state)
+    over = chosen_axes(data, axis)
+    if wrong := [name for i, name in enumerate(over) if name not in every or name in over[:i]]:
+        known = ", ".join(map(repr, every))
+        why = "is there twice" if wrong[0] in every else f"is not one of {known}"
+        raise SpecError(f"all_reduce: expected distinct axes of the mesh, got axis={axis!r}. {wrong[0]!r} {why}.")
+    tensors = [tensor.to(state.count.device) for tensor in tensors]
+    done = list(tensors)
+    with compared(state, tensors, what or op, structure, None if over == data else over):
+        if strange := [t for t in tensors if t.dtype not in _ADDED and not t.dtype.is_complex]:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _ADDED)
+            refuse(
+                "TreeError",
+                f"{structure[0] if structure else 'all_reduce'}: a tensor {list(strange[0].shape)} of "
+                f"{strange[0].dtype}, which not every backend can add up. Nothing was sent, the state is as it was. "
+                f"Expected one of {known}, or complex: give its .float(), say.",
+            )
+        for dtype in dict.fromkeys(t.dtype for t in tensors):
+            which = [i for i, t in enumerate(tensors) if t.dtype is dtype]
+            flat = torch.cat([tensors[i].reshape(-1) for i in which])
+            if not dtype.is_complex:
+                flat = over_axes(state, flat, over, op, what)
+            elif op != "max":  # as pairs of numbers, which every backend adds up
+                pairs = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+                flat = torch.view_as_complex(over_axes(state, pairs, over, op, what).view(-1, 2))
+            else:
+                refuse(
+                    "TreeError",
+                    f"{structure[0] if structure else 'all_reduce'}: a tensor of {dtype}, and complex numbers have no "
+                    "largest. Expected real ones: give its .abs(), say, or .real and .imag.",
+                )
+            for i, part in zip(which, flat.split([tensors[i].numel() for i in which]), strict=True):
+                done[i] = part.view(tensors[i].shape)
+    return done
+
+
+@traced_as(lambda state, tensors, what, structure, along: nullcontext())  # ranks run the same graph
+@contextmanager
+def compared(
+    state: State, tensors: Sequence[torch.Tensor], what: str, structure: Any, along: tuple[str, ...] | None
+) -> Iterator[None]:
+    """What ranks communicate within is the same on each of them."""
+    run, lineage = runtime_of(state.spec.mesh), state.version.lineage
+    try:
+        with lineage.off_plan(state):
+            if run.size > 1:
+                run.forms.begin(run, (what, structure, [(t.shape, t.dtype) for t in tensors], along), lineage)
+            yield
+    finally:
+        run.forms.end()
+
+
+@traced_as(provided("graph.axes_of"))
+def axes_of(state: State) -> tuple[tuple[str, ...], dict[str, int]]:
+    """The axes of the data, and the ranks along each axis of the mesh."""
+    return state.spec.data, state.spec.axes
+
+
+def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: Op, what: str = "") -> torch.Tensor:
+    """A flat tensor averaged, added up or the largest over mesh axes, perhaps in place."""
+    if op != "max" or not flat.is_floating_point():
+        return _over_axes(state, flat, axes, op, what)
+    is_nan = flat.isnan()  # gloo and NCCL may take the other rank's number for larger
+    largest, nans = _over_axes(
+        state, torch.cat([flat.masked_fill(is_nan, -torch.inf), is_nan.to(flat.dtype)]), axes, op, what
+    ).chunk(2)
+    return largest.masked_fill(nans > 0, torch.nan)
+
+
+@traced_as(provided("graph.over_axes"))
+def _over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: Op, what: str) -> torch.Tensor:
+    run, lineage = runtime_of(state.spec.mesh), state.version.lineage
+    with lineage:  # who is stopped here is out of step with the other ranks
+        for axis in axes:
+            run.now(Collective("all_reduce", axis, flat.numel(), flat.dtype, op, "side", what), flat, flat)
+    return flat
