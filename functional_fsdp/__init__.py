@@ -11,11 +11,9 @@ from pathlib import Path as _Path
 if not (_Path(__file__).parent / "transforms").is_dir():  # unpacked without links: it lies beside this package
     __path__.append(str(_Path(__file__).parents[1]))
 
-from . import extend
-from ._as_module.as_module import as_module
-from ._axes import cuts as _cuts  # noqa: F401
-from ._axes import dtensors as _dtensors  # noqa: F401
-from ._axes.along import Along
+from . import _exact_sums, _one_source, extend  # noqa: F401  # those with a private name provide what the core calls by name
+from ._as_module import as_module
+from ._axes import Along
 from ._common.errors import (
     CheckpointError,
     CommError,
@@ -26,13 +24,9 @@ from ._common.errors import (
     StaleStateError,
     TreeError,
 )
-from ._exact_sums import ordered_sum as _ordered_sum  # noqa: F401
-from ._extend import session as _session  # noqa: F401
-from ._float8 import scales as _scales  # noqa: F401
-from ._float8.weight import Float8Weight
-from ._graph import traced as _traced  # noqa: F401  # this one and others with a private name provide what the core calls by name
-from ._graph.lower import Lowered, abstract_state, lower
-from ._host_memory import pinned as _pinned  # noqa: F401
+from ._float8 import Float8Weight
+from ._graph import traced as _traced  # noqa: F401
+from ._graph.graph import Lowered, abstract_state, lower
 from ._host_memory import streamed as _streamed  # noqa: F401
 from ._host_memory.copy_lane import HostTransfer, host_transfer
 from ._io.adapters import merged, save_adapter, save_merged
@@ -50,7 +44,6 @@ from ._launch.workers import Handle, WorkerGroup
 from ._nn.module import bind, functionalize
 from ._nn.packed_weight import PackedWeight
 from ._nn.skeleton import tie
-from ._one_source import one_source as _one_source  # noqa: F401
 from ._optim.adamw import adamw
 from ._optim.optimizer import Optimizer
 from ._optim.sgd import sgd
@@ -65,8 +58,7 @@ from ._plan.route import Partial, Replicated, Sharded
 from ._predict.hardware import Hardware, Link
 from ._predict.prediction import Prediction, measure_compute, measure_links, predict
 from ._predict.tune import Candidate, Tuned, tune
-from ._redistribute.redistribute import free_arena, freeze, redistribute, unfreeze
-from ._redistribute.replace import replace_extras, replace_grads, replace_params
+from ._redistribute import free_arena, freeze, redistribute, replace_extras, replace_grads, replace_params, unfreeze
 from ._simulate.world import Traffic
 from ._spec.placement import Placement, ddp, hfsdp, hsdp, zero1, zero2, zero3
 from ._spec.precision import Codec, Precision
@@ -78,12 +70,9 @@ from ._storage import FlatBuffer
 from ._transports import peer_memory as _signals  # noqa: F401
 from ._transports.auto import symmetric
 from ._verbs import drop_gradients, finish_reductions, newest, pmax, pmean, psum, reduce, release, step, unshard
-from .codecs import checks as _checks  # noqa: F401
 from .codecs import packed_reductions as _packed_reductions  # noqa: F401
 from .codecs import rows as _rows  # noqa: F401
-from .codecs.blocks import fp8_block, int8, mxfp8
-from .codecs.dynamic8 import dynamic8
-from .codecs.four_bits import int4, nf4
+from .codecs.blocks import dynamic8, fp8_block, int4, int8, mxfp8, nf4
 from .codecs.quantized import from_quantized
 from .look import equal_check as _equal_check  # noqa: F401
 from .look import tables as _tables  # noqa: F401

@@ -30,7 +30,7 @@ Refresh: compute copies that persist are brought up to date after main weights h
 
     main [n / ranks of main] ──cast──▶ own part of the copy [n / ranks of weights] ──all-gather──▶ the copy
 
-Those in float8 get a scale for each leaf first (`_float8.scales`). Those that are gathered by a codec are packed from
+Those in float8 get a scale for each leaf first (`_float8`). Those that are gathered by a codec are packed from
 main weights as they are, each rank its part, without a look at others.
 """
 

@@ -42,8 +42,23 @@ from ._common.device import default_generator
 from ._common.record import Collective
 from ._common.tree import flatten, match
 from ._engine.gathers import Carrier
-from ._extend.change import by_unit, change, change_weights, over_shards, separate_gradients, shards, total
-from ._extend.session import Ranks, Session, begin_round, check_between_steps, end_round, lineage_of, ranks_of, seeds
+from ._extend import (
+    Ranks,
+    Session,
+    begin_round,
+    by_unit,
+    change,
+    change_weights,
+    check_between_steps,
+    end_round,
+    lineage_of,
+    over_shards,
+    ranks_of,
+    seeds,
+    separate_gradients,
+    shards,
+    total,
+)
 from ._host_memory.copy_lane import CopyLane, HostBuffers, computes_on, copy_lane
 from ._io.safetensors_file import bytes_of
 from ._nn.skeleton import Placeholder, every_buffer, skeleton_of

@@ -10,13 +10,16 @@ One number for a tensor's bits in their order, so that ranks can compare tensors
 
 The words of equal tensors give equal numbers on every device. A change of one word always shows, since its weight is
 odd; any other change (a permutation, a transposition, other numbers) goes unseen once in 2^32 at most.
+
+The CUDA driver, for the few things that torch has no function for: by `cuda.bindings`, which torch's CUDA builds
+bring along. In the thread's current context.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -326,3 +329,26 @@ def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
 
 def _signed(n: int) -> int:
     return n - (1 << 64) if n >> 63 else n
+
+
+@cache
+def cuda_driver() -> Any:
+    """The module `cuda.bindings.driver`, whose names are those of the driver's own documentation.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    return import_module("cuda.bindings.driver")
+
+
+def cuda_call(name: str, *args: Any) -> Any:
+    """Call one of its functions. Returns what that gives: nothing, a value, or several.
+
+    Raises:
+        ImportError, AttributeError: there is no such module, or none with this function.
+        RuntimeError: there is no driver, or it refused; named with its CUresult.
+    """
+    error, *found = getattr(cuda_driver(), name)(*args)
+    if error:
+        raise RuntimeError(f"the CUDA driver refused {name}: {error!r}")
+    return found[0] if len(found) == 1 else tuple(found) or None

@@ -120,7 +120,7 @@ class Executor:
     Attributes:
         stays: whether there is memory that ranks share; shares: the plan for which there is, and since which restart.
         begins: forwards of this step.
-        round_complete: whether gradients are those of a whole round, see `_extend.session`.
+        round_complete: whether gradients are those of a whole round, see `_extend`.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ the same graph. Which leaves get no gradient is a part of that graph: ranks comp
 (`GraphPlan.lacking`).
 
 `step` as torch.compile sees it: the optimizer's update in plain operations, written into the state's own buffers;
-and other changes in place, of gradients and of weights (`_extend.change`).
+and other changes in place, of gradients and of weights (`_extend`).
 
 GraphPlan: what the traced verbs need of a layout, a plan and a mesh, worked out once, as tuples of plain values.
 
@@ -56,13 +56,6 @@ from .._verbs import counting, keep, may_step, put_back, update
 
 if TYPE_CHECKING:
     from .._state.state import State
-
-__all__ = [
-    "BucketPlan", "GraphPlan", "Pending", "Trace", "UnitRecipe", "axes_of", "base_of", "change",
-    "change_weights", "changing", "coordinate_of", "finish_reductions", "finished", "given_in", "graph_plan",
-    "graph_plan_of", "over_axes", "reduce", "release", "run", "start", "step", "then", "through", "trace_of",
-    "unshard",
-]  # fmt: skip
 
 Groups = Mapping[tuple[str, str], str]  # (lane, axis) -> the name of the group
 

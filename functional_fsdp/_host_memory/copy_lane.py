@@ -34,10 +34,6 @@ from .._plan.plan import first_plan
 from .._state.state import State
 from .._storage import FlatBuffer
 
-__all__ = [
-    "CopyLane", "HostBuffer", "HostBuffers", "HostTransfer", "copy_lane", "host_transfer", "planned_transfer",
-]  # fmt: skip
-
 Pair = tuple[torch.Tensor, torch.Tensor]  # where to, where from
 PROBE = 1 << 26  # bytes
 

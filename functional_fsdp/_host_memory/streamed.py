@@ -1,4 +1,15 @@
-"""The update of what lies in the host's memory: part by part through two buffers on the device.
+"""Buckets in the host's memory: their bytes, and updates of them in portions.
+
+Memory of the host as a device's tensors: what lies there by `Placement.memory_kind`, and main gradients in it.
+
+Main gradients that lie in the host's memory keep it from step to step.
+
+Cuts of FlatBuffers: some elements in a row, as a FlatBuffer, for updates that go element by element.
+
+cuts(numel, width, nbytes)      [start, stop) of each part
+cut(buffer, local, start)       the part as a FlatBuffer
+
+The update of what lies in the host's memory: part by part through two buffers on the device.
 
     fetch lane   ── 3 to buffer 0 ── 2 to buffer 1 ──          ── 1 to buffer 0 ──
     update       ─────────────────── update 3 ─────── update 2 ─────────────────── update 1 ──
@@ -12,27 +23,146 @@ portion starts when its gradients are there; else it is compute, after the backw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .._common.calls import provide
-from .._common.device import in_host_memory
+from .._common.device import in_host_memory, pin, unpin
+from .._common.errors import SpecError
 from .._common.record import Mark, Steps
-from .._common.torch_names import pytree
+from .._common.torch_names import pytree, storage_at, uses_of
+from .._common.tree import register
 from .._optim.optimizer import FILL, runs
-from .._plan.layout import STAGED, Bucket, aligned
+from .._plan.layout import ALIGN, STAGED, Bucket, aligned
+from .._plan.route import States
 from .._runtime.given import Leaves
+from .._runtime.runtime import Runtime
 from .._storage import FlatBuffer, own_part
 from .._verbs import in_place
-from .cut import cut, cuts
 
 if TYPE_CHECKING:
     from .._state.state import State
 
-__all__ = ["Streamed", "stream"]
+ALONE = 2  # who knows a storage that is only kept: its tensor, and Python's name for it
+
+
+class HostBytes:
+    """Bytes of the host that a device's tensors lie in; it goes when their storage does."""
+
+    def __init__(self, host: torch.Tensor, pinned: bool) -> None:
+        self.host, self.pinned = host, pinned
+
+    def __del__(self) -> None:
+        if self.pinned:
+            with suppress(Exception):  # the process may be ending
+                _GONE.append(self.host)
+                _let_go()
+
+
+_GONE: list[torch.Tensor] = []  # pinned bytes that nobody uses any more
+
+
+def _let_go() -> None:
+    """Unpin what is gone. While a CUDA graph is captured that would end the capture, so it waits for the next time."""
+    if _GONE and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()  # who is given these bytes next shall not meet a kernel that still reads them
+        while _GONE:
+            unpin(_GONE.pop())
+
+
+def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros [numel] in pinned memory of the host, as a tensor of `device`: kernels and copies reach the bytes over the
+    bus, in the order of streams, as if they were the device's own (CUDA programming guide, "mapped memory"). What is
+    computed from it lies on the device. On a CPU it is a tensor like any other, but `in_host_memory` knows it."""
+    host = torch.zeros(numel * dtype.itemsize, dtype=torch.uint8, device="cpu")
+    if device.type == "cuda":
+        torch.cuda.init()
+        _let_go()
+        pinned = numel > 0 and pin(host)
+        if numel > 0 and not pinned:
+            raise SpecError(
+                f"memory_kind='pinned_host': {host.nbytes:,} bytes of the host's memory could not be pinned. See the "
+                "system's limit (ulimit -l) and its free memory, or give fewer leaves such a placement."
+            )
+        storage = storage_at(host.data_ptr(), device, host.nbytes) if numel else torch.UntypedStorage(0, device=device)
+        made = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
+    else:
+        made, pinned = host.view(dtype), False
+        host = host.new_empty(0)  # not itself: nobody could free it
+    kept: Any = made.untyped_storage()  # which lives, with its attributes, as long as any view of it
+    kept.host_bytes = HostBytes(host, pinned)
+    return made
+
+
+#: memory of eager steps, and of those that graphs replay, by elements and dtype
+Pool = dict[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]]
+
+
+def gradients_on_host(pool: Pool, run: Runtime, bucket: Bucket, numel: int) -> torch.Tensor:
+    """Memory for main gradients: what nobody holds any more of the steps before. What a captured step has is its
+    graph's from then on: a replay writes there, unasked."""
+    eager, graphs = pool.setdefault((numel, bucket.grads), ([], []))
+    mine, also = (graphs, eager) if run.capturing else (eager, [])
+    for kept in (mine, also):
+        for i, memory in enumerate(kept):
+            if uses_of(memory.untyped_storage()) == ALONE:
+                if kept is also:
+                    mine.append(kept.pop(i))
+                return memory.detach()
+    mine.append(host_memory(numel, bucket.grads, run.device))
+    return mine[-1].detach()
+
+
+provide("host_memory", host_memory, gradients_on_host)
+
+
+class Cut(FlatBuffer):
+    """The elements from `first` on of what a rank holds of a bucket."""
+
+    first: int
+
+    def __init__(self, local: torch.Tensor, like: FlatBuffer, first: int) -> None:
+        super().__init__(local, like.bucket, like.states, like.mesh)
+        self.__dict__["first"] = first
+
+    def but(self, local: torch.Tensor, states: States | None = None) -> Cut:
+        return Cut(local, self, self.first)
+
+    def only(self, labels: Container[str]) -> FlatBuffer | None:
+        found = super().only(labels)
+        return found if found is None or found is self else Cut(self.local, found, self.first)
+
+    def span(self) -> tuple[int, int]:
+        start = super().span()[0] + self.first
+        return start, start + self.local.numel()
+
+
+register(
+    Cut,
+    lambda b: ((b.local,), (b.bucket, b.states, b.mesh, b.first)),
+    ("local",),
+    lambda context, children: Cut(children[0], FlatBuffer(children[0], *context[:3]), context[3]),
+)
+
+
+def cut(buffer: FlatBuffer, local: torch.Tensor, first: int) -> FlatBuffer:
+    """The buffer with `local` in the place of its elements from `first` on, which may be all of them."""
+    return Cut(local, buffer, first) if local.numel() < buffer.local.numel() else buffer.but(local)
+
+
+def cuts(numel: int, width: int, nbytes: int) -> list[tuple[int, int]]:
+    """[start, stop) of parts in a row, of so many bytes each but for the last one: `numel` elements of `width` bytes.
+
+    >>> cuts(700, 4, 1024)
+    [(0, 256), (256, 512), (512, 700)]
+    """
+    most = aligned(max(1, nbytes // width), ALIGN)
+    return [(start, min(start + most, numel)) for start in range(0, max(1, numel), most)]
+
 
 BUFFERS = 2
 ORDERS = 8  # of buckets, for which portions are kept

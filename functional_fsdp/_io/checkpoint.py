@@ -41,7 +41,7 @@ from .._engine.gathers import resolve_transport
 from .._optim.optimizer import as_optimizer, initial
 from .._plan.layout import LeafInfo
 from .._plan.route import Partial
-from .._redistribute.redistribute import nodes_of
+from .._redistribute import nodes_of
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec

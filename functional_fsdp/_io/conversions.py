@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch.nn as nn
 
-from .._axes.cuts import Cuts
+from .._axes import Cuts
 from .._common.errors import SpecError, expect
 from .._runtime.agreement import Topic
 

@@ -14,8 +14,7 @@ import torch
 from .._common.calls import alone, verb
 from .._common.device import clone_as
 from .._common.errors import ScheduleError, SpecError, TreeError, expect
-from .._redistribute.redistribute import Node, nodes_of
-from .._redistribute.replace import copies, renewed
+from .._redistribute import Node, copies, nodes_of, renewed
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import runtime_of
 from .._state.state import State

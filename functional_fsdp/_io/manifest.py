@@ -38,7 +38,7 @@ from .._common.torch_names import pytree
 from .._optim_extra.from_torch import FromTorch
 from .._optim_extra.partition import Partition
 from .._optim_extra.whole import WholeLeaves
-from .._redistribute.redistribute import Node, leaf_infos, nodes_of
+from .._redistribute import Node, leaf_infos, nodes_of
 from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._storage import FlatBuffer

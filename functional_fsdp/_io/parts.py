@@ -26,7 +26,7 @@ from .._common.device import checksum
 from .._common.errors import SpecError, TreeError
 from .._plan.layout import Leaf
 from .._plan.route import Partial, Replicated
-from .._redistribute.redistribute import Node, nodes_of
+from .._redistribute import Node, nodes_of
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
 from .._storage import FlatBuffer, leaf_shards

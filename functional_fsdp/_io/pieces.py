@@ -30,10 +30,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._axes.cuts import Cut, Cuts, cut_of, join, part_shape, whole_shape
+from .._axes import Cut, Cuts, cut_of, join, part_shape, whole_shape
 from .._common.errors import CheckpointError, SpecError
 from .._plan.layout import Leaf
-from .._redistribute.redistribute import nodes_of
+from .._redistribute import nodes_of
 from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._storage import FlatBuffer, refuse_blocks

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._axes.cuts import Cuts, whole_shape
+from .._axes import Cuts, whole_shape
 from .._common.calls import provide
 from .._common.errors import SpecError, TreeError, as_names, as_path, expect
 from .._common.tree import PathIndex, flatten

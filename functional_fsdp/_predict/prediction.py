@@ -37,7 +37,7 @@ from .._common.errors import SpecError
 from .._common.record import Collective
 from .._common.torch_names import NoTorchFunction, pytree
 from .._common.tree import bytes_text, table
-from .._graph.lower import abstract_state
+from .._graph.graph import abstract_state
 from .._nn.skeleton import aliases_of, every_buffer
 from .._optim.adamw import adamw
 from .._plan.layout import Layout

@@ -27,8 +27,6 @@ from .._spec.spec import Traits, Transport
 from .._storage import Filling, Place, Stored, read, span_of
 from .peer_memory import PeerMemory, check_reach, uneven
 
-__all__ = ["Copies", "CopyEngine", "Reading", "RemoteRead"]
-
 T = TypeVar("T")
 Barriers = list[Collective]
 EVERYTHING = range(1 << 62)  # bytes

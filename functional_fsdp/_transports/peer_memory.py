@@ -31,14 +31,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .._common.calls import provide
+from .._common.device import cuda_driver as driver
 from .._common.errors import CommError, SpecError
 from .._common.torch_names import raw_stream, symmetric_memory
 from .._runtime.runtime import Runtime
-from .cuda_driver import driver
 
 K = TypeVar("K")
-
-__all__ = ["Operation", "PeerMemory", "Signals", "check_reach", "operations", "use_backend"]
 
 
 class PeerMemory:

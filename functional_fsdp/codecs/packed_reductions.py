@@ -31,8 +31,6 @@ from .._storage import FlatBuffer
 from .._verbs import Wire, axes_of, chosen_axes, compared
 from . import kernels
 
-__all__ = ["add_up", "pack", "pack_part", "packed_mean", "packed_sum", "unpack_whole"]
-
 Feedback = tuple[torch.Tensor, torch.Tensor]  # the residual so far, and where the next one goes; perhaps the same
 MOST = 1 << 23  # elements at once: what is between is some float32 tensors of so many
 

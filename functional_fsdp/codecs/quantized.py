@@ -20,10 +20,7 @@ from .._common.errors import SpecError
 from .._nn.packed_weight import PackedWeight
 from .._nn.skeleton import needs_module
 from .._spec.precision import Codec, Form, Planes, Shape
-from .blocks import int8
-from .four_bits import nf4
-
-__all__ = ["Wrapped", "from_quantized"]
+from .blocks import int8, nf4
 
 M = TypeVar("M", bound=nn.Module)
 FLOATS = (torch.bfloat16, torch.float32, torch.float64)

@@ -33,7 +33,7 @@ from .._common.calls import outside_inference
 from .._common.device import default_generator
 from .._common.errors import expect
 from .._common.torch_names import base_of, pytree
-from .._extend.change import by_unit, shards
+from .._extend import by_unit, shards
 from .._nn.packed_weight import PackedWeight
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State

@@ -17,7 +17,7 @@ from gpu.machine import RANKS, deterministic
 import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, launch
 from functional_fsdp import transforms as T
-from functional_fsdp._capture.arrivals import PIECE
+from functional_fsdp._capture import PIECE
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic matrix products
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("fresh_workers")]

@@ -19,9 +19,9 @@ from gpu.machine import deterministic, own_gpus
 from support.commands import TORCHAO
 
 import functional_fsdp as fsdp
+from functional_fsdp import _float8 as float8_cast
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._float8 import scales as float8_cast
 from functional_fsdp._launch.launch import stop_workers
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic matrix products

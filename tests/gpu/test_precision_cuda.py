@@ -13,7 +13,7 @@ from support.traffic import counted
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
-from functional_fsdp._exact_sums.ordered_sum import ordered_sum
+from functional_fsdp._exact_sums import ordered_sum
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("fresh_workers")]
 

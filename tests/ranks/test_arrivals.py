@@ -24,11 +24,10 @@ from support.streams import Order, ordered
 from support.tables import FULL, marked
 
 import functional_fsdp as fsdp
-from functional_fsdp import ScheduleError, extend
+from functional_fsdp import ScheduleError, _capture, extend
 from functional_fsdp import transforms as T
-from functional_fsdp._capture import arrivals
-from functional_fsdp._capture.arrivals import Arrival, Gone, Rooms, gone
-from functional_fsdp._exact_sums.ordered_sum import ordered_sum
+from functional_fsdp._capture import Arrival, Gone, Rooms, gone
+from functional_fsdp._exact_sums import ordered_sum
 from functional_fsdp._runtime.given import NewCounts
 from functional_fsdp._seams import Capture
 from functional_fsdp.extend import lineage_of
@@ -78,7 +77,7 @@ def made(preset: str, precision: str, optimizer: str, **schedule: Any) -> tuple[
 @contextmanager
 def in_small(watched: bool = True) -> Iterator[Order | None]:
     """Every bucket counts, and has several pieces; lanes are streams in order."""
-    with mock.patch.multiple(arrivals, LEAST=0, PIECE=1 << 10):
+    with mock.patch.multiple(_capture, LEAST=0, PIECE=1 << 10):
         if not watched:
             yield None
             return

@@ -30,12 +30,12 @@ from torch._inductor.exc import InductorError
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, ScheduleError, Spec, SpecError, StaleStateError, TreeError
 from functional_fsdp import transforms as T
-from functional_fsdp._capture.capture import Capture
+from functional_fsdp._capture import Capture
+from functional_fsdp._common.device import cuda_driver as driver
 from functional_fsdp._launch.launch import stop_workers
 from functional_fsdp._runtime.runtime import runtime_of
 from functional_fsdp._seams import torch_private
-from functional_fsdp._transports import auto, symmetric
-from functional_fsdp._transports.cuda_driver import driver
+from functional_fsdp._transports import auto
 from functional_fsdp.extend import Ranks, Session
 from functional_fsdp.transforms._cuda_graph import capturing as _capturing
 from functional_fsdp.transforms._cuda_graph import graphed as graphs
@@ -641,18 +641,18 @@ def test_what_a_step_makes_anew_goes_home() -> None:
 @contextmanager
 def pretended() -> Iterator[list[int]]:
     """Plain memory in the place of NCCL's."""
-    real, asked = symmetric.registered, list[int]()
+    real, asked = auto.registered, list[int]()
     forget_windows()
 
     def registered(run: Any, nbytes: int, groups: Any) -> torch.Tensor:
         asked.append(nbytes)
         return torch.empty(max(nbytes, 1), dtype=torch.uint8)
 
-    symmetric.registered = registered
+    auto.registered = registered
     try:
         yield asked
     finally:
-        symmetric.registered = real
+        auto.registered = real
         forget_windows()
 
 
@@ -683,9 +683,9 @@ def test_steps_in_windows_are_the_plain_modules(preset: str, loop: str) -> None:
                     torch.testing.assert_close(mine[path], grad, rtol=1e-12, atol=1e-12)
 
 
-def windows_of(state: fsdp.State) -> symmetric.NcclWindows:
+def windows_of(state: fsdp.State) -> auto.NcclWindows:
     shared = state._executor.carrier
-    assert isinstance(shared, symmetric.NcclWindows)
+    assert isinstance(shared, auto.NcclWindows)
     return shared
 
 

@@ -24,7 +24,7 @@ from support.tables import marked
 import functional_fsdp as fsdp
 from functional_fsdp import Optimizer, ScheduleError, Spec
 from functional_fsdp import transforms as T
-from functional_fsdp._capture.capture import Capture, Fixed
+from functional_fsdp._capture import Capture, Fixed
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
 from functional_fsdp._runtime.given import ALL, FULL, LACKS, GradientMask, NewCounts, Seats
 from functional_fsdp.transforms._cuda_graph.graphed import signature

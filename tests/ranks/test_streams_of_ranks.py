@@ -21,7 +21,7 @@ from support.tables import marked
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._extend.residuals import PlannedCopies
+from functional_fsdp._extend import PlannedCopies
 
 pytestmark = pytest.mark.usefixtures("few_groups")
 HOST = "pinned_host"

@@ -16,8 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
-from functional_fsdp._graph.graph import keep_residuals, kind_of
-from functional_fsdp._graph.lower import _memory, point_at_second_gathers
+from functional_fsdp._graph.graph import _memory, keep_residuals, kind_of, point_at_second_gathers
 
 # ---------------------------------------------------------------- what is in the graph
 

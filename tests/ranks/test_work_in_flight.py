@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 
 import functional_fsdp as fsdp
 from functional_fsdp import Precision, Spec, launch
-from functional_fsdp._exact_sums import ordered_sum as _steps
+from functional_fsdp import _exact_sums as _steps
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
 
 BIG = 200_000

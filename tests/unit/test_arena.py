@@ -10,7 +10,7 @@ import torch
 
 import functional_fsdp as fsdp
 from functional_fsdp._engine.gathers import Arena, Gathers
-from functional_fsdp._extend.residuals import PlannedCopies, overwrite
+from functional_fsdp._extend import PlannedCopies, overwrite
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
 from functional_fsdp._plan.plan import make_plan
 

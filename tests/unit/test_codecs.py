@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import functional_fsdp as fsdp
 from functional_fsdp._spec.precision import Form
 from functional_fsdp._spec.settings import describe_settings
-from functional_fsdp.codecs.four_bits import CODE, dynamic_map
+from functional_fsdp.codecs.blocks import CODE, dynamic_map
 
 #: made by tools/peers/packed.py, with bitsandbytes 0.50.2 and torchao 0.18.0
 PEERS: dict[str, Any] = torch.load(Path(__file__).parents[1] / "data" / "packed.pt", weights_only=True)

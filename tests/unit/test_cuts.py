@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import functional_fsdp as fsdp
 from functional_fsdp import Along, Concatenated, Stacked, Transposed
-from functional_fsdp._axes.cuts import Cuts, boxes, cut_of, cuts_of, join, whole_shape
+from functional_fsdp._axes import Cuts, boxes, cut_of, cuts_of, join, whole_shape
 from functional_fsdp._io.conversions import part_of
 from functional_fsdp._io.pieces import blocks, pieces
 

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 import functional_fsdp as fsdp
 from functional_fsdp._optim.adamw import AdamW
 from functional_fsdp._spec.precision import Form
-from functional_fsdp.codecs.four_bits import CODE, CODES, dynamic_map
+from functional_fsdp.codecs.blocks import CODE, CODES, dynamic_map
 from functional_fsdp.codecs.packed_reductions import add_up, pack
 from functional_fsdp.codecs.rows import Rows
 

@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 
 import functional_fsdp as fsdp
 from functional_fsdp import Optimizer, Precision, ScheduleError, Spec, StaleStateError, State, TreeError
-from functional_fsdp._redistribute import redistribute as _freeze
+from functional_fsdp import _redistribute as _freeze
 
 # both libraries, as functions of anything
 TORCH: Any = pytree

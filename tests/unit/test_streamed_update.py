@@ -20,7 +20,7 @@ from support.tables import each
 import functional_fsdp as fsdp
 from functional_fsdp import _verbs as _step
 from functional_fsdp import extend
-from functional_fsdp._capture.capture import Capture
+from functional_fsdp._capture import Capture
 from functional_fsdp._common.device import clone_as, empty_as, host_memory, in_host_memory, zeros_as
 from functional_fsdp._host_memory import streamed
 from functional_fsdp._optim.optimizer import runs

@@ -45,7 +45,7 @@ PARTS = (
     ("Inductor: kernels", ("/torch/_inductor/", "/triton/")),
     ("AOTAutograd", ("/torch/_functorch/",)),
     ("Dynamo", ("/torch/_dynamo/", "/torch/fx/", "/torch/_guards", "/sympy/")),
-    ("graph capture", ("/_cuda_graph/", "/_capture/")),
+    ("graph capture", ("/_cuda_graph/", "/_capture.py")),
     ("agreement of ranks", ("/_runtime/agree", "/_runtime/lanes", "/_runtime/restart", "/_distributed.py")),
     ("weights and layout", ("/_state/shard", "/_nn/", "/_spec/", "/_plan/", "/_common/device", "/_io/sources")),
     ("steps", ("functional_fsdp/", "/transforms/")),

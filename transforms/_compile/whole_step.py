@@ -1,7 +1,7 @@
 """Whole steps: a train step that drives a module, traced as it runs, compiled, and run again while its guards hold.
 
     train_step(state, ...)   run once, from fake tensors (`graph`)   graph of ATen operations, collectives, the update
-    graph                    residuals read from the second gather    (`_graph.lower`)
+    graph                    residuals read from the second gather    (`_graph.graph`)
                              compiled by Inductor                     CompiledStep
 
 Python runs when a program is made, and not again. A program is for calls that look as that one did: structures, shapes,

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from functional_fsdp import FsdpError, ScheduleError, State, TreeError
-from functional_fsdp._seams import Veto, cuda_driver, put, torch_private
+from functional_fsdp._seams import Veto, cuda_call, cuda_driver, put, torch_private
 from functional_fsdp.extend import Ranks, evolve, flatten, lineage_of
 
 __all__ = [
@@ -83,7 +83,6 @@ def _text(code: CodeType, number: int) -> str:
 
 
 log = logging.getLogger(__name__)
-call, driver = cuda_driver.call, cuda_driver.driver
 SMALL = 1 << 16  # bytes: above, a copy engine is not slower
 BLOCK = 256  # threads
 
@@ -140,10 +139,10 @@ def as_kernels(graph: torch.cuda.CUDAGraph, device: int) -> None:
         log.info("cuda_graph: small memsets stay memsets: %s", error)
         return
     whole = graph.raw_cuda_graph()
-    _, count = call("cuGraphGetNodes", whole)
-    for node in call("cuGraphGetNodes", whole, count)[0]:
-        if call("cuGraphNodeGetType", node) == driver().CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
-            memset = call("cuGraphMemsetNodeGetParams", node)
+    _, count = cuda_call("cuGraphGetNodes", whole)
+    for node in cuda_call("cuGraphGetNodes", whole, count)[0]:
+        if cuda_call("cuGraphNodeGetType", node) == cuda_driver().CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
+            memset = cuda_call("cuGraphMemsetNodeGetParams", node)
             if small := words(memset):
                 _replace(whole, node, int(memset.dst), *small, fill, edges)
 
@@ -152,30 +151,30 @@ def edge_functions() -> tuple[str, str, str]:
     """What the driver's functions are called that list a node's edges in, its edges out, and add some, each with the
     kinds of the edges: before CUDA 13 they end in "_v2"."""
     names = ("cuGraphNodeGetDependencies", "cuGraphNodeGetDependentNodes", "cuGraphAddDependencies")
-    first, second, third = (f"{name}_v2" if hasattr(driver(), f"{name}_v2") else name for name in names)
+    first, second, third = (f"{name}_v2" if hasattr(cuda_driver(), f"{name}_v2") else name for name in names)
     return first, second, third
 
 
 def _replace(graph: int, node: Any, to: int, value: int, count: int, fill: Any, edges: tuple[str, str, str]) -> None:
-    kernel = driver().CUDA_KERNEL_NODE_PARAMS()
+    kernel = cuda_driver().CUDA_KERNEL_NODE_PARAMS()
     kernel.func = fill
     kernel.gridDimX, kernel.gridDimY, kernel.gridDimZ = -(-count // BLOCK), 1, 1
     kernel.blockDimX, kernel.blockDimY, kernel.blockDimZ = BLOCK, 1, 1
     kernel.kernelParams = (to, value, count), (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32)
-    made = call("cuGraphAddKernelNode", graph, [], 0, kernel)
+    made = cuda_call("cuGraphAddKernelNode", graph, [], 0, kernel)
     before, after, add = edges
-    nodes, kinds, n = call(before, node, call(before, node)[-1])
-    call(add, graph, nodes, [made] * n, kinds, n)
-    nodes, kinds, n = call(after, node, call(after, node)[-1])
-    call(add, graph, [made] * n, nodes, kinds, n)
-    call("cuGraphDestroyNode", node)
+    nodes, kinds, n = cuda_call(before, node, cuda_call(before, node)[-1])
+    cuda_call(add, graph, nodes, [made] * n, kinds, n)
+    nodes, kinds, n = cuda_call(after, node, cuda_call(after, node)[-1])
+    cuda_call(add, graph, [made] * n, nodes, kinds, n)
+    cuda_call("cuGraphDestroyNode", node)
 
 
 @cache
 def _fill(device: int) -> Any:
     """The kernel, as the driver's handle; it stays loaded."""
     with torch.cuda.device(device):
-        return call("cuModuleGetFunction", call("cuModuleLoadData", FILL), b"fill")
+        return cuda_call("cuModuleGetFunction", cuda_call("cuModuleLoadData", FILL), b"fill")
 
 
 KEPT = ("main", "weights", "scales", "opt", "buffers", "count", "extras")

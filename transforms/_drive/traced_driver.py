@@ -2,7 +2,7 @@
 
     eager     unshard, release and reduce as they come; the backward's gather goes where the forward's was
     traced    they are operations of the graph; where the backward has gathered a unit again a mark says so, and what
-              would be read from the forward's gather is read from this one (`_graph.lower`)
+              would be read from the forward's gather is read from this one (`_graph.graph`)
 
 Each graph has a copy of the model of its own: what a forward leaves in a module, as a cache, is of no use to others.
 """

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..._axes.cuts import Cuts, boxes, part_shape
+from ..._axes import Cuts, boxes, part_shape
 from ..._common.errors import CheckpointError
 from ..contents import Contents, number_of
 from ..manifest import NOTE, read_note, sizes, tensors_of

@@ -1,4 +1,7 @@
-"""as_module: a state, or weights, as a module of the model's own class."""
+"""Modules that have the weights of a state, for what wants an nn.Module.
+
+as_module: a state, or weights, as a module of the model's own class.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from typing import Any, TypeVar
 import torch
 import torch.nn as nn
 
-from .._common.errors import TreeError
-from .._common.torch_names import func_interpreter, pytree
-from .._common.tree import flatten
-from .._nn.module import Bound, forms_among, validate
-from .._nn.skeleton import aliases_among, aliases_of, every_buffer, needs_module, skeleton_of, tied
-from .._state.state import State, full_params
+from ._common.errors import TreeError
+from ._common.torch_names import func_interpreter, pytree
+from ._common.tree import flatten
+from ._nn.module import Bound, forms_among, validate
+from ._nn.skeleton import aliases_among, aliases_of, every_buffer, needs_module, skeleton_of, tied
+from ._state.state import State, full_params
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -1,4 +1,6 @@
-"""Whole leaves that one rank has, for every rank, a unit at a time.
+"""`shard(src=)`: one rank has the values, and every other one gets them from it.
+
+Whole leaves that one rank has, for every rank, a unit at a time.
 
     rank src    [leaf | leaf | leaf]  bytes of a unit          others    [0 | 0 | 0]
                 └──────── all-reduce (max) along each axis of the mesh ────────┘
@@ -15,15 +17,15 @@ from typing import Any
 
 import torch
 
-from .._common.calls import provide
-from .._common.errors import SpecError
-from .._common.record import Collective
-from .._common.torch_names import pytree
-from .._common.tree import flatten
-from .._nn.skeleton import is_dtensor
-from .._plan.layout import Layout, Unit, aligned
-from .._runtime.agreement import Topic
-from .._runtime.runtime import Runtime
+from ._common.calls import provide
+from ._common.errors import SpecError
+from ._common.record import Collective
+from ._common.torch_names import pytree
+from ._common.tree import flatten
+from ._nn.skeleton import is_dtensor
+from ._plan.layout import Layout, Unit, aligned
+from ._runtime.agreement import Topic
+from ._runtime.runtime import Runtime
 
 ALIGN = 16  # bytes: where a leaf begins
 

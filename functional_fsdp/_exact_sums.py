@@ -1,4 +1,6 @@
-"""Exact sums: an all-to-all in the place of a reduction, whose summands each rank adds up in float32.
+"""Gradients added up in float32, in the order of the ranks.
+
+Exact sums: an all-to-all in the place of a reduction, whose summands each rank adds up in float32.
 
     staging [n] ── exchange ──▶ [ranks · n] ── ((r0 + r1) + r2) + ..., in float32 ──▶ own slice, or used up by portions
 
@@ -17,14 +19,14 @@ from typing import Any
 
 import torch
 
-from .._common.calls import provide
-from .._common.device import runs_triton, tl, triton
-from .._common.record import Collective, Steps
-from .._engine.gathers import Carrier, Portions
-from .._engine.reductions import Staging
-from .._engine.sink import BucketConsumer
-from .._plan.layout import STAGED, aligned
-from .._runtime.runtime import Runtime
+from ._common.calls import provide
+from ._common.device import runs_triton, tl, triton
+from ._common.record import Collective, Steps
+from ._engine.gathers import Carrier, Portions
+from ._engine.reductions import Staging
+from ._engine.sink import BucketConsumer
+from ._plan.layout import STAGED, aligned
+from ._runtime.runtime import Runtime
 
 BLOCK = 2048  # elements
 

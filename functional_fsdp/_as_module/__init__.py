@@ -1,1 +1,0 @@
-"""Modules that have the weights of a state, for what wants an nn.Module."""

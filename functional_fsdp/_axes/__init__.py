@@ -1,1 +1,0 @@
-"""Axes along which a model communicates itself (tensor, sequence, expert parallel): rules, cuts of leaves, DTensors."""

@@ -1,1 +1,0 @@
-"""Gradients added up in float32, in the order of the ranks."""

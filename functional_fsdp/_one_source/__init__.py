@@ -1,1 +1,0 @@
-"""`shard(src=)`: one rank has the values, and every other one gets them from it."""
