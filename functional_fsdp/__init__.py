@@ -38,9 +38,9 @@ from ._io.load_weights import load_optimizer_state, load_weights, optimizer_stat
 from ._io.safetensors import save_safetensors
 from ._io.stream import WeightDelta, WeightSnapshot, apply_delta, delta, snapshot, stream, stream_to
 from ._io.to_dcp import save_dcp
-from ._launch.launch import LaunchError, launch, local_mesh, workers
-from ._launch.simulated import Simulation, simulate
-from ._launch.workers import Handle, WorkerGroup
+from ._launch.launch import launch, local_mesh, workers
+from ._launch.pool import LaunchError
+from ._launch.workers import Handle, Simulation, WorkerGroup, simulate
 from ._nn.module import bind, functionalize
 from ._nn.packed_weight import PackedWeight
 from ._nn.skeleton import tie
@@ -76,9 +76,8 @@ from .codecs.blocks import dynamic8, fp8_block, int4, int8, mxfp8, nf4
 from .codecs.quantized import from_quantized
 from .look import equal_check as _equal_check  # noqa: F401
 from .look import tables as _tables  # noqa: F401
-from .look.compare import Comparison, Difference, compare
 from .look.draw import draw
-from .look.fingerprint import Prints, fingerprint
+from .look.fingerprint import Comparison, Difference, Prints, compare, fingerprint
 from .look.flight import flight_record
 from .look.observe import Late, Observation, observe
 from .look.timeline import timeline

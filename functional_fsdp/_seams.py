@@ -22,8 +22,7 @@ from ._optim.optimizer import put
 from ._plan.cursor import Collision
 from ._runtime.given import NewCounts
 from ._storage import clear_padding, spoilt
-from .look.peak import StepMemory, Stretch, find_peak
-from .look.sizes import plan_for, steps_on
+from .look.tables import StepMemory, Stretch, find_peak, plan_for, steps_on
 
 __all__ = [
     "Capture", "Collision", "Graph", "GraphBuild", "HostBuffer", "NewCounts", "StepMemory", "Stretch", "Veto",

@@ -67,7 +67,7 @@ from ._spec.spec import Transport
 from ._state.state import FIELDS, State
 from ._storage import BucketPlace, Loan, gather_leaves, is_lent, leaf_shards, loan_of
 from ._verbs import all_reduce
-from .look.sizes import state_bytes
+from .look.tables import state_bytes
 
 __all__ = [
     "BucketPlace", "Carrier", "Collective", "CopyLane", "HostBuffers", "Loan", "Placeholder", "Ranks", "Sender",

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from functional_fsdp._common.device import forks_after_inductor
-from functional_fsdp._launch import server
+from functional_fsdp._launch import pool
 from functional_fsdp._launch.launch import stop_workers
 
 # Files that take longest come first, and processes share each of them a function at a time, all others a file at a
@@ -37,9 +37,9 @@ def pytest_configure() -> None:
     if os.environ.setdefault("OMP_NUM_THREADS", "1") == "1":  # torch's sums go by threads, and processes share them
         torch.set_num_threads(1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes, each of which imports torch
-    server.PRELOAD[:] = ["pytest", "hypothesis", "support.problems"]
+    pool.PRELOAD[:] = ["pytest", "hypothesis", "support.problems"]
     if forks_after_inductor():  # where there are GPUs, whatever may ask about them is each rank's own to import
-        server.PRELOAD.append("transformers.models.llama.modeling_llama")
+        pool.PRELOAD.append("transformers.models.llama.modeling_llama")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

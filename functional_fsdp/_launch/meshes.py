@@ -4,7 +4,5 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["default_axes", "made"]
-
 made: dict[Any, Any] = {}  # one for each shape, since one of several axes brings new process groups
 default_axes: dict[str, int] = {"data": -1}

@@ -56,11 +56,6 @@ from .._runtime.runtime import forget_runtime, runtimes
 from .._state.state import State
 from .._verbs import newest
 
-__all__ = [
-    "Key", "Namespaces", "drop", "dumps", "held", "keep", "loads", "meshes", "namespaces", "renew", "same",
-    "short", "without_numpy",
-]  # fmt: skip
-
 MAIN = "__main__"
 OWN = "__functional_fsdp_module__"  # among the globals: their module, which lives as long as they do
 

@@ -49,8 +49,6 @@ from .._io.pending import settled
 from .._runtime.runtime import any_failed
 from .transfer import Key, drop, dumps, keep, loads, namespaces
 
-__all__ = ["STORE", "TIMEOUT", "Call", "Reloads", "Setup", "Versions", "live"]
-
 AUTORELOAD = "IPython.extensions.autoreload"
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 

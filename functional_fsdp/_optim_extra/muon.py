@@ -42,8 +42,6 @@ from .._runtime.given import Leaves
 from .._storage import summary, zeros
 from .owners import Given, Moves, Owners, Part, Pattern, Slices, back, cut, find_owners, ordered, there
 
-__all__ = ["Muon", "MuonState", "muon", "orthogonalized"]
-
 Tensors = list[torch.Tensor]
 Rates = dict[str, tuple[Any, Any]]  # of each label: learning rate and weight decay
 ADJUST = (None, "original", "match_rms_adamw")

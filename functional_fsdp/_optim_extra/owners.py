@@ -34,11 +34,6 @@ from .._common.tree import table
 from .._optim.optimizer import Sender, Tree
 from .._plan.layout import ALIGN, Bucket, Leaf, aligned
 
-__all__ = [
-    "Given", "Hop", "Moves", "Owned", "Owners", "Part", "Pattern", "Slices", "Splits", "back", "cut",
-    "find_owners", "homes", "ordered", "there",
-]  # fmt: skip
-
 
 def cut(moves: Moves, tree: Tree) -> list[torch.Tensor]:
     """This rank's runs of a tree, views."""

@@ -28,8 +28,6 @@ from .._spec.precision import Codec, Planes
 from .._storage import FlatBuffer, padding, summary
 from ..codecs.kernels import update
 
-__all__ = ["PackedAdamState", "PackedAdamW", "packed"]
-
 MOST = 1 << 22  # elements at once: what is between is some float32 tensors of so many
 
 

@@ -33,8 +33,6 @@ from .._optim.optimizer import (
 from .._runtime.given import Leaves
 from .._storage import FlatBuffer
 
-__all__ = ["Partition", "partition"]
-
 Opts = dict[str, Any]
 Update = Callable[[], tuple[Tree, Any]]
 

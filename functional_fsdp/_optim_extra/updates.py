@@ -21,8 +21,6 @@ from .._optim.optimizer import Tree
 from .._storage import FlatBuffer
 from .prove import Watch, numbers_like
 
-__all__ = ["Mirrored", "Updates", "from_updates"]
-
 
 class Mirrored:
     """Tensors that a pair keeps in a list, a tuple or a dict, one for each bucket, as FlatBuffers.

@@ -46,10 +46,7 @@ from .._plan.layout import Bucket, Leaf
 from .._runtime.given import Leaves
 from .._storage import FlatBuffer
 from .owners import Given, Homes, Moves, Owners, Part, back, cut, find_owners, homes, ordered, there
-from .probe import hand_over, made, name_of
-from .prove import Work, beside, give_names, numbers_like, same, uncompiled
-
-__all__ = ["Job", "LeafStates", "WholeLeaves", "first_of"]
+from .prove import Work, beside, give_names, hand_over, made, name_of, numbers_like, same, uncompiled
 
 Trees = dict[str, Tree]
 Rates = Mapping[str, Any]  # learning rates that are functions, as they are in a step

@@ -30,8 +30,6 @@ from ..look.draw import INK, Page
 from .hardware import Hardware, Link
 from .prediction import Prediction, Rehearsal, above, predicted, prepared, rehearsal_of
 
-__all__ = ["Candidate", "Tuned", "tune"]
-
 SHOWN = 12  # rows of a printed table
 LIMIT = 45.0  # seconds of search, and of rehearsals, after which what was found is what there is
 ROOM = 0.94  # of the device's memory, where no budget is given

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from .compare import compare
-from .fingerprint import Prints
+from .fingerprint import Prints, compare
 from .flight import read_flight, said_of_flight
 
 USAGE = "usage: python -m functional_fsdp.look FLIGHT.json | PRINTS.json | FIRST.json SECOND.json"

@@ -41,8 +41,6 @@ from .._plan.plan import Plan, keeps_copy, make_plan
 from .._spec.placement import Placement
 from .._spec.spec import Spec
 
-__all__ = ["EXPOSED", "FAINT", "GREY", "INK", "Page", "Panel", "binary_scale", "colours_of", "draw"]
-
 Colour = str | tuple[float, float, float]
 INK, GREY, FAINT, EXPOSED = "#22262e", "#5b6270", "#e4e6eb", "#c9414b"
 LEAST, MOST = 6.0, 9.0  # points, of a label

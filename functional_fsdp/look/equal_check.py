@@ -20,8 +20,6 @@ from .._common.record import Collective
 from .._plan.layout import Layout
 from .._runtime.runtime import Runtime
 
-__all__ = ["EqualCheck", "equal_check"]
-
 NUMBERS = 3  # of each gradient
 CLOSE = 1e-2  # of its norm: what kernels that add up in any order may differ by
 

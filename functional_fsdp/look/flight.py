@@ -28,8 +28,6 @@ from .._runtime import runtime
 from .._runtime.agreement import ON_LOSS
 from .._runtime.runtime import Runtime
 
-__all__ = ["flight_record", "read_flight", "said_of_flight"]
-
 FORMAT = 1
 PERIOD = 1.0  # seconds between looks
 PATIENCE = 4 * PERIOD  # for the answers of others

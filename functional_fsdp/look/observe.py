@@ -24,10 +24,7 @@ from .._plan.plan import Plan
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
 from .draw import FAINT, INK, Page, colours_of
-from .measured import STEP, Arrival, Measured, length, measured, recorded
-from .timeline import SCALES, Timeline, draw_lanes, predict
-
-__all__ = ["Late", "Observation", "Observed", "observe"]
+from .timeline import SCALES, STEP, Arrival, Measured, Timeline, draw_lanes, length, measured, predict, recorded
 
 CLOCK = "clock"
 EXCHANGES = 9  # by which clocks are compared

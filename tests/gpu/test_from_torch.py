@@ -17,7 +17,7 @@ from support.torch_optimizers import ByParameter
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, Spec, launch
 from functional_fsdp import transforms as T
-from functional_fsdp._launch.launch import LaunchError
+from functional_fsdp._launch.pool import LaunchError
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("fresh_workers")]
 

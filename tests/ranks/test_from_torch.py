@@ -21,7 +21,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, Spec, SpecError, TreeError
 from functional_fsdp import transforms as T
 from functional_fsdp._common.record import Collective
-from functional_fsdp._optim_extra import from_torch, probe, prove
+from functional_fsdp._optim_extra import from_torch, prove
 from functional_fsdp._optim_extra.from_torch import FromTorch
 from functional_fsdp._optim_extra.whole import WholeLeaves
 from functional_fsdp._runtime.runtime import Runtime
@@ -270,7 +270,7 @@ class AdamOnGPUs(Counting):
 
 
 def test_numbers_on_the_host_are_staged_and_no_graph_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "lies_on_host", lambda tensor: False)
+    monkeypatch.setattr(prove, "lies_on_host", lambda tensor: False)
     optimizer: Any = fsdp.from_torch(AdamOnGPUs, lr={"bias": lambda count: 0.1, "default": 0.1})
     state = stepped(fsdp.shard(tree(0), spec("zero3"), optimizer), range(3))
     wanted, _ = plainly(Counting, 3)
@@ -410,7 +410,7 @@ class Compiled(ByParameter):
 
 
 def test_what_a_class_compiles_is_observed_as_it_is_written() -> None:
-    assert prove.observed(Compiled, probe.hand_over, steps=4).way == "elementwise"
+    assert prove.observed(Compiled, prove.hand_over, steps=4).way == "elementwise"
     (bucket,) = fsdp.make_layout({"w": torch.ones(3)}, Spec({"data": 2})).buckets.values()
     assert len(WholeLeaves(Compiled, {}).plan([bucket]).owners) == 1
     state = fsdp.shard({"w": torch.ones(3)}, Spec(fsdp.local_mesh()), FromTorch(Compiled, {}))

@@ -13,7 +13,7 @@ import pytest
 from support.commands import ROOT
 
 import functional_fsdp as fsdp
-from functional_fsdp._launch import launchers
+from functional_fsdp._launch import launch
 from functional_fsdp._launch.worker import STORE
 
 SLURM = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost"}
@@ -68,14 +68,14 @@ def test_two_processes_are_one_world(tmp_path: Path) -> None:
 
 def without_launchers() -> dict[str, str]:
     """The environment, without variables that say where a rank is."""
-    known = {name for one in launchers.LAUNCHERS for name in one[1:] if name} | {*launchers.HOSTS}
+    known = {name for one in launch.LAUNCHERS for name in one[1:] if name} | {*launch.HOSTS}
     gone = known | {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", STORE}
     env = {name: value for name, value in os.environ.items() if name not in gone}
     return env | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def set_only(monkeypatch: pytest.MonkeyPatch, **task: str) -> None:
-    known = {name for one in launchers.LAUNCHERS for name in one[1:] if name} | {*launchers.HOSTS}
+    known = {name for one in launch.LAUNCHERS for name in one[1:] if name} | {*launch.HOSTS}
     for name in known | {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", STORE}:
         monkeypatch.setenv(name, "")  # so that it is put back, whoever sets it
         monkeypatch.delenv(name)
@@ -86,7 +86,7 @@ def set_only(monkeypatch: pytest.MonkeyPatch, **task: str) -> None:
 def test_the_first_host_of_a_list_of_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     task = {"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
     set_only(monkeypatch, **task, SLURM_STEP_NODELIST="gpu[007-008]", SLURM_JOB_NODELIST="gpu[001-008]")
-    assert launchers.take_task()
+    assert launch.take_task()
     found = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
     assert found == ["9", "16", "1", "gpu007", str(20_000 + 123_456 % 20_000)]
 
@@ -94,7 +94,7 @@ def test_the_first_host_of_a_list_of_several_hosts(monkeypatch: pytest.MonkeyPat
 def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     task = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "3"}
     set_only(monkeypatch, **task, MASTER_ADDR="head", MASTER_PORT="1234")
-    assert launchers.take_task()
+    assert launch.take_task()
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("head", "1234")
 
 
@@ -109,7 +109,7 @@ def test_tasks_that_do_not_know_where_rank_0_is_are_refused(
     set_only(monkeypatch, **task)
     rank, world, local = [*task][:3]
     with pytest.raises(fsdp.CommError, match=f"as task {task[rank]} of 8") as raised:
-        launchers.take_task()
+        launch.take_task()
     assert f"export RANK=${rank} WORLD_SIZE=${world} LOCAL_RANK=${local}\n" in str(raised.value)
     assert "RANK" not in os.environ
 
@@ -122,5 +122,5 @@ def test_tasks_that_do_not_know_where_rank_0_is_are_refused(
 ])  # fmt: skip
 def test_one_task_of_another_launcher_is_a_world_of_one(task: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     set_only(monkeypatch, **task)
-    assert not launchers.take_task()
+    assert not launch.take_task()
     assert not {"RANK", "WORLD_SIZE"} & {*os.environ}

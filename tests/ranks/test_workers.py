@@ -27,7 +27,7 @@ from support.commands import ROOT
 import functional_fsdp as fsdp
 from functional_fsdp import Handle, LaunchError, WorkerGroup
 from functional_fsdp._launch import pool as _pool
-from functional_fsdp._launch import server as _server
+from functional_fsdp._launch import pool as _server
 from functional_fsdp._launch import transfer as _results
 from functional_fsdp._launch import worker as _worker
 from functional_fsdp._launch import workers as _workers

@@ -23,7 +23,7 @@ from functional_fsdp._optim_extra.owners import Part, find_owners
 from functional_fsdp._plan.cursor import Cursor, advance, nominal
 from functional_fsdp._plan.layout import Bucket, Layout, Leaf, LeafInfo, plan_layout
 from functional_fsdp._plan.plan import Plan, make_plan
-from functional_fsdp.look.peak import Stretch, find_peak
+from functional_fsdp.look.tables import Stretch, find_peak
 from functional_fsdp.look.timeline import predict
 
 TREES = 100

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from functional_fsdp._launch.launchers import _name
+from functional_fsdp._launch.launch import _name
 
 SOON = timedelta(seconds=20)
 

@@ -26,7 +26,7 @@ from functional_fsdp import Schedule, Spec
 from functional_fsdp._plan.cursor import Positions
 from functional_fsdp._plan.layout import Layout, LeafInfo, plan_layout
 from functional_fsdp._plan.plan import make_plan
-from functional_fsdp.look.peak import Stretch, find_peak
+from functional_fsdp.look.tables import Stretch, find_peak
 from functional_fsdp.look.timeline import predict
 
 GOLDEN = Path(__file__).with_name("golden.txt")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import functional_fsdp as fsdp
-from functional_fsdp.look.measured import Arrival, Measured, measured, minus, overlap, recorded
 from functional_fsdp.look.observe import Late, RankTimes, lateness
+from functional_fsdp.look.timeline import Arrival, Measured, measured, minus, overlap, recorded
 
 
 def host(name: str, begin: float, end: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from functional_fsdp import Optimizer, Spec, SpecError, StaleStateError, TreeErr
 from functional_fsdp import transforms as T
 from functional_fsdp._common.device import as_rate
 from functional_fsdp._optim import adamw, sgd
-from functional_fsdp._optim_extra.probe import Kept, states_of
+from functional_fsdp._optim_extra.prove import Kept, states_of
 from functional_fsdp.transforms._compile.whole_step import CompiledStep
 
 Tree = dict[str, Any]

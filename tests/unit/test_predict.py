@@ -15,8 +15,7 @@ from torch._subclasses import FakeTensor
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
-from functional_fsdp._predict.hardware import HARDWARE, Link
-from functional_fsdp._predict.operations import Counter, Logged, Work
+from functional_fsdp._predict.hardware import HARDWARE, Counter, Link, Logged, Work
 from functional_fsdp._predict.prediction import spared
 from functional_fsdp._predict.tune import Candidate, _Search, meshes
 

@@ -12,7 +12,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
 from functional_fsdp._plan.plan import make_plan, staging_slots
-from functional_fsdp.look.peak import Stretch, find_peak
+from functional_fsdp.look.tables import Stretch, find_peak
 
 WIDTH, ROWS = 256, 128
 ACTIVATION = ROWS * WIDTH * 4  # bytes

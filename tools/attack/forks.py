@@ -13,7 +13,7 @@ import socket
 import traceback
 from collections.abc import Callable, Iterable
 
-from functional_fsdp._launch import server
+from functional_fsdp._launch import pool
 
 MODULES = (  # what a step imports at first use, torch.func in most of them
     "torch._dynamo.compiled_autograd",
@@ -36,7 +36,7 @@ def use() -> None:
     """This process is a player."""
     global used
     used = True
-    vars(server)["started"] = started
+    vars(pool)["started"] = started
 
 
 def fork(work: Callable[[], None]) -> int:
