@@ -29,13 +29,12 @@ from ._graph import traced as _traced  # noqa: F401
 from ._graph.graph import Lowered, abstract_state, lower
 from ._host_memory import streamed as _streamed  # noqa: F401
 from ._host_memory.copy_lane import HostTransfer, host_transfer
-from ._io.adapters import merged, save_adapter, save_merged
 from ._io.background import async_save
 from ._io.checkpoint import latest_checkpoint, load, save
 from ._io.conversions import Concatenated, Sliced, Stacked, Transposed, conversions_of
 from ._io.foreign import Checkpoint, open_checkpoint
 from ._io.load_weights import load_optimizer_state, load_weights, optimizer_state
-from ._io.safetensors import save_safetensors
+from ._io.safetensors import merged, save_adapter, save_merged, save_safetensors
 from ._io.stream import WeightDelta, WeightSnapshot, apply_delta, delta, snapshot, stream, stream_to
 from ._io.to_dcp import save_dcp
 from ._launch.launch import launch, local_mesh, workers

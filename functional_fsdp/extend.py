@@ -60,7 +60,7 @@ from ._extend import (
     total,
 )
 from ._host_memory.copy_lane import CopyLane, HostBuffers, computes_on, copy_lane
-from ._io.safetensors_file import bytes_of
+from ._io.folder import bytes_of
 from ._nn.skeleton import Placeholder, every_buffer, skeleton_of
 from ._optim.optimizer import Sender
 from ._spec.spec import Transport

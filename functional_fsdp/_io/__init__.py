@@ -1,1 +1,1 @@
-"""States in files: checkpoints of this library, safetensors, and checkpoints of other packages, in `formats`."""
+"""States in files: checkpoints of this library, safetensors, and checkpoints of other packages."""

@@ -1,4 +1,8 @@
-"""Checkpoints: leaves in the files of torch.distributed.checkpoint, written whole or not at all.
+"""Checkpoints: the save that is under way, `save` and `load`.
+
+Pending: the save of a mesh that is being written beside the training, one at most.
+
+Checkpoints: leaves in the files of torch.distributed.checkpoint, written whole or not at all.
 
     folder/            appears by one rename, when everything is on disk (see `folder`)
       layout.json      what it is: leaves, and where each one's elements lie (see `manifest`)
@@ -25,7 +29,9 @@ from __future__ import annotations
 import os
 import uuid
 import warnings
+import weakref
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -43,40 +49,99 @@ from .._plan.layout import LeafInfo
 from .._plan.route import Partial
 from .._redistribute import nodes_of
 from .._runtime.agreement import Joint, Topic, agree
-from .._runtime.runtime import runtime_of
+from .._runtime.runtime import Runtime, runtime_of
 from .._spec.spec import Spec
 from .._state.lineage import Version
 from .._state.shard import build, given, needs_spec
 from .._state.state import State
 from .._storage import FlatBuffer, clear_padding, refresh
-from .dcp_files import complete, read_tensors, write_tensors
-from .folder import Claim, check_shared, may_keep, partial, reading, unfinished
+from .folder import NOTE, Claim, check_shared, may_keep, partial, reading, unfinished
 from .manifest import (
     ALLOWED,
     METADATA,
-    NOTE,
+    SAVED,
+    SavedTensor,
     Tensor,
     about_of,
     as_there,
+    by_place,
     check_same,
+    content,
     file_of,
     fits,
+    named,
     names_of,
+    own_place,
+    parts_of,
+    plain_names,
     read_note,
     share_residuals,
     sizes,
     tensors_of,
     unchanged,
     with_residuals,
+    without_place,
 )
-from .parts import SAVED, SavedTensor, by_place, content, named, own_place, parts_of, plain_names, without_place
-from .pending import finish
-from .pieces import read_recut, recut
+from .pieces import complete, read_recut, read_tensors, recut, write_tensors
 
-__all__ = [
-    "blank", "latest_checkpoint", "load", "made_for", "same_folder", "save", "saving", "told_of", "with_extras",
-    "with_replicas",
-]  # fmt: skip
+
+class Saving(Future[Path]):
+    """A save under way: a Future that knows whether the caller has seen how it ended, and how its rank waits."""
+
+    def __init__(self, medium: Any) -> None:
+        super().__init__()
+        self.medium = medium
+        self.owner = os.getpid()
+        self.asked = False
+        self.set_running_or_notify_cancel()  # it cannot be cancelled
+
+    def result(self, timeout: float | None = None) -> Path:
+        try:
+            if timeout is None:
+                self.medium.until_done(self)
+            return super().result(timeout)
+        finally:
+            self.asked = self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            if timeout is None:
+                self.medium.until_done(self)
+            return super().exception(timeout)
+        finally:
+            self.asked = self.done()
+
+
+_saving: weakref.WeakKeyDictionary[Runtime, Saving] = weakref.WeakKeyDictionary()
+
+
+def pending(run: Runtime) -> Saving:
+    """A new save of a mesh, after `finish`."""
+    _saving[run] = saving = Saving(run.medium)
+    return saving
+
+
+def finish(run: Runtime) -> None:
+    """Wait for the save under way.
+
+    Raises:
+        CheckpointError: it has failed, and nobody has asked.
+    """
+    saving = _saving.get(run)
+    if saving is None or saving.owner != os.getpid():
+        return
+    run.medium.until_done(saving)
+    error = Future.exception(saving)  # an interrupt here changes nothing
+    del _saving[run]
+    if error is not None and not saving.asked:
+        raise CheckpointError(f"the save before this one has failed: {type(error).__name__}: {error}") from error
+
+
+def settled() -> None:
+    """Wait for the saves of all meshes, however they end."""
+    for saving in [*_saving.values()]:
+        if saving.owner == os.getpid():
+            saving.medium.until_done(saving)
 
 
 def blank(value: Any) -> Any:

@@ -35,11 +35,6 @@ from .._axes import Cuts
 from .._common.errors import SpecError, expect
 from .._runtime.agreement import Topic
 
-__all__ = [
-    "Concatenated", "Conversion", "Conversions", "Sliced", "Stacked", "Transposed", "checked", "conversions_of",
-    "part_of", "same_conversions",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Stacked:

@@ -25,10 +25,8 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from .._common.errors import CheckpointError
-from .safetensors_file import Entry
-from .spans import numel_of, strided
-
-__all__ = ["Distributed", "Held", "Inert", "read_pickle", "read_saved", "saved_tensor", "span_of"]
+from .contents import numel_of, strided
+from .folder import Entry
 
 # Packages whose objects lie beside weights: kept as `Inert`.
 KNOWN = (

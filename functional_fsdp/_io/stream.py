@@ -27,19 +27,6 @@ from .._storage import FlatBuffer, leaf_shards, stored_as, unpacked_leaves, whol
 from .conversions import Conversions, checked, part_of
 from .pieces import Piece, blocks, pieces
 
-__all__ = [
-    "Named",
-    "WeightDelta",
-    "WeightSnapshot",
-    "apply_delta",
-    "check_dtype",
-    "delta",
-    "none_apart",
-    "snapshot",
-    "stream",
-    "stream_to",
-]
-
 Named = dict[str, torch.Tensor]
 BLOCK = 1024  # elements of a leaf that are compared as one
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -30,14 +30,11 @@ from .._runtime.runtime import Runtime
 from .._state.state import State
 from .._storage import FlatBuffer
 from .checkpoint import saving
-from .dcp_files import Written, write_tensors
+from .contents import numel_of
 from .folder import check_shared, sync, write_file
-from .manifest import METADATA, file_of
-from .parts import SavedTensor, parts_of, place_at, refuse_packed
-from .spans import numel_of
+from .manifest import METADATA, SavedTensor, file_of, parts_of, place_at, refuse_packed
+from .pieces import Written, write_tensors
 from .stream import none_apart
-
-__all__ = ["boxes", "save_dcp"]
 
 Shape = tuple[int, ...]
 Placed = tuple[SavedTensor, Shape]  # a box, and where it begins in its leaf

@@ -49,7 +49,7 @@ from .._common.calls import of_the_program
 from .._common.device import forks_after_inductor
 from .._common.errors import FsdpError
 from .._common.torch_names import inductor
-from .._io.writer_process import started
+from .._io.background import started
 from .transfer import Key, dumps, loads
 from .worker import STORE, Call, Setup, live
 

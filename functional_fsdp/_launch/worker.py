@@ -45,7 +45,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from .._io.pending import settled
+from .._io.checkpoint import settled
 from .._runtime.runtime import any_failed
 from .transfer import Key, drop, dumps, keep, loads, namespaces
 

@@ -26,7 +26,7 @@ import torch
 from .._common.device import make_fakes_safe_in_threads
 from .._common.objects import contents_of
 from .._common.torch_names import c10d
-from .._io.pending import settled
+from .._io.checkpoint import settled
 from .._runtime.runtime import any_failed
 from .._simulate import turns
 from .._simulate.turns import Fault, Own, Rank, Stream, Turns

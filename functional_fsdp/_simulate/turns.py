@@ -44,7 +44,7 @@ from .._common.torch_names import (
     parametrize,
     set_forward_enabled,
 )
-from .._io import pending
+from .._io import checkpoint
 from .._runtime import runtime
 
 
@@ -114,7 +114,7 @@ class Own:
         return {
             (runtime, "_RUNTIMES"): {},
             (runtime, "_unused"): [],
-            (pending, "_saving"): type(pending._saving)(),
+            (checkpoint, "_saving"): type(checkpoint._saving)(),
             (parametrize, "_cache_enabled"): 0,
             (parametrize, "_cache"): {},
             (forward_ad, "_current_level"): -1,

@@ -26,7 +26,7 @@ from support.strikes import bits
 import functional_fsdp as fsdp
 from functional_fsdp import CheckpointError, launch
 from functional_fsdp._io import background as _background
-from functional_fsdp._io import writer_process as _writer_process
+from functional_fsdp._io import background as _writer_process
 from functional_fsdp._io.folder import prune, reading
 from functional_fsdp._runtime.runtime import runtime_of
 

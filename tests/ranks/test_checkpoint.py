@@ -29,9 +29,9 @@ from support.scenario import Scenario, alike, begun, run
 from support.tables import marked
 
 import functional_fsdp as fsdp
-from functional_fsdp._io import dcp_files as _reader
-from functional_fsdp._io.dcp_files import write_tensors
-from functional_fsdp._io.safetensors_file import read_at
+from functional_fsdp._io import pieces as _reader
+from functional_fsdp._io.folder import read_at
+from functional_fsdp._io.pieces import write_tensors
 
 
 @each_rank(2)

@@ -14,9 +14,19 @@ import pytest
 import torch
 
 import functional_fsdp as fsdp
-from functional_fsdp._io import writer_process
-from functional_fsdp._io.folder import LOCK, Claim, inside, is_free, let_go, partial, unfinished, write_file
-from functional_fsdp._io.safetensors_file import create, write_at
+from functional_fsdp._io import background
+from functional_fsdp._io.folder import (
+    LOCK,
+    Claim,
+    create,
+    inside,
+    is_free,
+    let_go,
+    partial,
+    unfinished,
+    write_at,
+    write_file,
+)
 
 ONE, TWO = "0123456789ab", "ba9876543210"
 
@@ -184,25 +194,25 @@ def test_a_folder_that_appears_while_its_lock_is_looked_at_has_no_dead_writer(
         return True
 
     assert not is_free(claim.path / LOCK)
-    monkeypatch.setattr(writer_process, "is_free", slowly)
-    monkeypatch.setattr(writer_process, "read_note", lambda folder: {"save": ONE})
-    job = writer_process.SaveJob(final, ONE, 1, [0, 1], "", 0, [], ["", ""], {}, 5.0, None)
+    monkeypatch.setattr(background, "is_free", slowly)
+    monkeypatch.setattr(background, "read_note", lambda folder: {"save": ONE})
+    job = background.SaveJob(final, ONE, 1, [0, 1], "", 0, [], ["", ""], {}, 5.0, None)
     if completes:
-        writer_process._appeared(job, claim.path)
+        background._appeared(job, claim.path)
         assert names(tmp_path) == ["a"]
     else:
         with pytest.raises(fsdp.CheckpointError, match="the process that writes for rank 0 has ended"):
-            writer_process._appeared(job, claim.path)
+            background._appeared(job, claim.path)
 
 
 def test_what_a_later_rank_met_is_told_before_the_first_rank_s(tmp_path: Path) -> None:
-    job = writer_process.SaveJob(tmp_path / "a", ONE, 1, [0, 4, 8], "", 0, [], [""] * 3, {}, 5.0, None)
-    writer_process._failed(job, tmp_path)  # nobody
+    job = background.SaveJob(tmp_path / "a", ONE, 1, [0, 4, 8], "", 0, [], [""] * 3, {}, 5.0, None)
+    background._failed(job, tmp_path)  # nobody
     for rank, text in ((0, "rank 8 met it"), (2, "gone")):
         told = [["FileNotFoundError", "OSError"], False, "FileNotFoundError", text, 2]
         (tmp_path / f"__{rank}.failed").write_text(json.dumps(told))
     with pytest.raises(FileNotFoundError, match=r"^async_save: rank 8 met FileNotFoundError: gone$"):
-        writer_process._failed(job, tmp_path)
+        background._failed(job, tmp_path)
 
 
 def test_a_write_that_fails_names_its_file(tmp_path: Path) -> None:
@@ -213,7 +223,7 @@ def test_a_write_that_fails_names_its_file(tmp_path: Path) -> None:
             "room": lambda: write_at(file.fileno(), entry, 5000, torch.ones(4000)),
             "new": lambda: create(tmp_path / "new", {"w": (torch.float32, (9000,))}),
             "plain": lambda: write_file(tmp_path / "plain", bytes(9000)),
-            "told": lambda: writer_process._tell(tmp_path / "told", "x" * 9000),
+            "told": lambda: background._tell(tmp_path / "told", "x" * 9000),
         }.items():
             resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))  # as a full disk
             try:

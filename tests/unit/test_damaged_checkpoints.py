@@ -18,9 +18,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import functional_fsdp as fsdp
-from functional_fsdp._io.dcp_files import _Sink
-from functional_fsdp._io.parts import parts_of
-from functional_fsdp._io.sources import opened
+from functional_fsdp._io.load_weights import opened
+from functional_fsdp._io.manifest import parts_of
+from functional_fsdp._io.pieces import _Sink
 
 Bits = dict[str, torch.Tensor]
 

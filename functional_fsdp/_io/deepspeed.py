@@ -17,13 +17,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..._common.errors import CheckpointError
-from ..contents import Contents, by_number, plain_name, steps_from
-from ..pickles import Held, Inert, read_saved, span_of
-from ..spans import Cut, numel_of, run
-from .hugging_face import ties_of
-
-__all__ = ["DeepSpeed"]
+from .._common.errors import CheckpointError
+from .contents import Contents, Cut, by_number, numel_of, plain_name, run, steps_from
+from .pickles import Held, Inert, read_saved, span_of
+from .torch_files import ties_of
 
 MODEL = re.compile(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt$")
 OPTIM = re.compile(r"^(?:\w+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")

@@ -25,11 +25,8 @@ from typing import Any
 
 import torch
 
-from ..._common.errors import CheckpointError
-from ..contents import Contents
-from ..spans import Files
-
-__all__ = ["Orbax"]
+from .._common.errors import CheckpointError
+from .contents import Contents, Files
 
 METADATA = "_METADATA"
 ARRAYS = ("jax.Array", "np.ndarray", "scalar")

@@ -1,1 +1,0 @@
-"""Formats of checkpoints, one class each; see `contents.Format`."""
