@@ -1,23 +1,32 @@
 """Transforms: small functions around a train step, each in a file of its own. The core does not know them."""
 
 from . import collectives
-from ._compile.compile import compile
 from ._compile.compile_units import compile_units
 from ._compile.startup import StartupReport, start_compilers, startup
-from ._cuda_graph.cuda_graph import cuda_graph
-from ._drive.apply import apply
-from ._drive.forward_backward import ForwardBackward, forward_backward
+from ._compile.whole_step import compile
+from ._cuda_graph.graphed import cuda_graph
+from ._drive.forward_backward import ForwardBackward, apply, forward_backward
 from ._drive.jvp import jvp, linearize, pullback, vmap
-from ._modules.chunked_loss import chunked_loss, linear_cross_entropy
-from ._per_sample.clipped import clipped_gradients
-from ._per_sample.per_sample import per_sample_norms, per_sample_vjp
+from ._per_sample import clipped_gradients, per_sample_norms, per_sample_vjp
 from .accumulate import accumulate, divide
 from .budget import BudgetChoice, budget
-from .clip import clip_by_global_norm, clip_by_value
+from .chunked_loss import chunked_loss, linear_cross_entropy
 from .compile_report import ClassTimes, CompileReport, compile_report
 from .hvp import hvp
-from .nonfinite import Nonfinite, NonfiniteError, any_nonfinite, find_nonfinite, skip_nonfinite
-from .norms import WireError, dot, global_norm, norms, wire_error
+from .norms import (
+    Nonfinite,
+    NonfiniteError,
+    WireError,
+    any_nonfinite,
+    clip_by_global_norm,
+    clip_by_value,
+    dot,
+    find_nonfinite,
+    global_norm,
+    norms,
+    skip_nonfinite,
+    wire_error,
+)
 from .remat import offload, remat, saved
 from .step_memory import step_memory
 from .vjp import vjp

@@ -15,8 +15,6 @@ import torch
 from functional_fsdp import ScheduleError, State
 from functional_fsdp.extend import Ranks, default_generator, ranks_of, seeds
 
-__all__ = ["DrawPosition", "Microbatch", "again_from", "check_draws", "reseed", "seeded"]
-
 Place = tuple[int, int]  # microbatch, number in it
 ALL = 0  # in the place of a number: the microbatch's end
 RUNNING: list[Microbatch] = []

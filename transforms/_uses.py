@@ -17,8 +17,6 @@ import torch
 
 from functional_fsdp import Layout
 
-__all__ = ["USES", "Uses"]
-
 
 class Listener(Protocol):
     """Who is told."""

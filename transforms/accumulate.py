@@ -25,9 +25,7 @@ from functional_fsdp import SpecError, State, TreeError, finish_reductions
 from functional_fsdp._seams import expect, torch_private
 from functional_fsdp.extend import change, shards
 
-from ._modules.unit_modules import map_tensors
-
-__all__ = ["Split", "accumulate", "cut", "divide"]
+from ._modules import map_tensors
 
 pytree = torch_private.pytree
 

@@ -23,12 +23,10 @@ from functional_fsdp import Hardware, ScheduleError, SpecError, State
 from functional_fsdp.extend import ranks_of
 
 from ._drive.forward_backward import ForwardBackward
-from ._modules.unit_modules import copy_of, outermost
+from ._modules import copy_of, outermost
 from .remat import offload as offloaded
 from .remat import remat
 from .step_memory import Rehearsed, rehearse
-
-__all__ = ["BudgetChoice", "budget"]
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=nn.Module)

@@ -24,8 +24,6 @@ from ._compile.startup import Clock
 from ._drive.driver import Driver, eager_only
 from ._drive.forward_backward import ForwardBackward
 
-__all__ = ["ClassTimes", "CompileReport", "compile_report"]
-
 MARGIN, LEAST = 1.1, 50e-6  # what counts as slower: by this factor, and by so many seconds
 WHOLE = 1.03  # and of forward and backward, where the clock sees less
 

@@ -21,14 +21,12 @@ from functional_fsdp import FlatBuffer, State, reduce
 from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import Session, alone, gather_leaves, separate_gradients
 
-from ._drive.apply import Forward
 from ._drive.driver import eager_only
+from ._drive.forward_backward import Forward
 from ._drive.jvp import Primals, moved
-from ._drive.placeholders import values
 from ._drive.stages import Stage, Stages, Weights, check_given, check_loss
+from ._drive.unit_uses import values
 from .norms import Buffers, check_tree
-
-__all__ = ["hvp"]
 
 vjp_of: Any = torch.func.vjp
 jvp_of: Any = torch.func.jvp

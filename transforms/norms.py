@@ -1,24 +1,52 @@
-"""Norms and products of trees of FlatBuffers (gradients, main weights): each element once, whatever the placement.
+"""Norms of gradients, what is not finite among them, and clipping.
+
+Norms and products of trees of FlatBuffers (gradients, main weights): each element once, whatever the placement.
 
 global_norm    state                        one number, of all gradients
 norms          state, tree                  one a leaf, or one a unit
 dot            state, tree, tree            one number
 wire_error     state                        two a leaf, of what gradient wires in a codec owe to it
+
+Gradients that are not finite: found on the device, on every rank alike, and steps that are skipped for them.
+
+Clipping: gradients cut down to a norm, exact over all shards, or to a value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf, prod
-from typing import Any, Literal, NamedTuple
+from numbers import Real
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 
-from functional_fsdp import FlatBuffer, Partial, ScheduleError, Sharded, SpecError, State, TreeError, finish_reductions
+from functional_fsdp import (
+    FlatBuffer,
+    FsdpError,
+    Partial,
+    ScheduleError,
+    Sharded,
+    SpecError,
+    State,
+    TreeError,
+    finish_reductions,
+    pmax,
+    replace_extras,
+)
 from functional_fsdp._seams import clear_padding, expect, torch_private
-from functional_fsdp.extend import all_reduce, leaf_shards, over_shards, shards, total
-
-__all__ = ["Buffers", "WireError", "check_tree", "dot", "global_norm", "norms", "widest", "wire_error"]
+from functional_fsdp.extend import (
+    all_reduce,
+    by_unit,
+    change,
+    leaf_shards,
+    over_shards,
+    ranks_of,
+    refuse,
+    shards,
+    total,
+    traced_as,
+)
 
 Buffers = Mapping[str, FlatBuffer]  # by bucket
 
@@ -270,3 +298,246 @@ def _held(buffer: FlatBuffer, sizes: Mapping[str, int]) -> tuple[int, int]:
     kinds = {axis: placed for axis, placed in buffer.states if placed is not Partial}
     cut = prod(sizes[axis] for axis, placed in kinds.items() if placed is Sharded)
     return cut, prod(sizes[axis] for axis in kinds) // cut
+
+
+@torch.no_grad()
+def any_nonfinite(state: State) -> tuple[State, torch.Tensor]:
+    """Whether any gradient of any rank is inf or NaN: a bool tensor [], the same on every rank. No host sync.
+
+    Ranks that train apart (along an axis that no placement names) have an answer of their own.
+
+    Raises:
+        ScheduleError: the state has no gradients.
+
+    Collective: as `global_norm`, and of equal leaves along axes of the model's own, too.
+    """
+    state = finish_reductions(state)
+    counts: dict[tuple[str, ...], torch.Tensor] = {}
+    own = state.spec.own_axes  # along these ranks ask each other of equal leaves, too: a fault may be one rank's
+    for axes, buffers in shards(state).items():
+        filled = [buffer.local for buffer in buffers if buffer.local.numel()]
+        largest = torch_private.foreach_norm(filled, float("inf")) if filled else []
+        flags = torch.stack([*largest, torch.zeros((), device=state.count.device)]).isfinite().logical_not()
+        axes = (*axes, *(axis for axis in own if axis not in axes))
+        counts[axes] = counts.get(axes, 0.0) + flags.sum().float()
+    return state, total(state, counts) > 0
+
+
+def skip_nonfinite(step: Callable[..., State]) -> Callable[[State], State]:
+    """A step that changes nothing when a gradient is not finite, on any rank: no weight, no moment, no count.
+
+    Args:
+        step: `fsdp.step`, or a function that takes `skip=` as it does.
+
+    Returns:
+        `f(state) -> state`. How many steps were skipped is counted in `state.extras["skipped"]`, an int64 tensor [].
+
+    Nothing waits for the device: it decides there. Ranks that train apart skip steps of their own. What a forward made
+    of the buffers stays, as under torch's GradScaler: a BatchNorm that has seen a NaN keeps it.
+
+    Collective: as `any_nonfinite` and `step`.
+
+    Example:
+        >>> step = T.skip_nonfinite(fsdp.step)
+        >>> state, loss = forward_backward(state, batch)
+        >>> state = step(state)
+    """
+
+    expect("skip_nonfinite(step)", step, Callable, "a function, as fsdp.step")
+
+    def stepped(state: State) -> State:
+        state, bad = any_nonfinite(state)
+        extras: Mapping[str, Any] = state.extras
+        before = extras.get("skipped")
+        zero = torch.zeros((), dtype=torch.int64, device=state.count.device)
+        with torch.no_grad():
+            skipped = (zero if before is None else before) + bad
+        return replace_extras(step(state, skip=bad), skipped=skipped)
+
+    return stepped
+
+
+class Nonfinite(NamedTuple):
+    """Elements of a leaf's gradient that are not finite, and how many: of what `rank` holds, or of what it gave."""
+
+    leaf: str
+    unit: str
+    rank: int
+    elements: int
+
+
+class NonfiniteError(FsdpError, FloatingPointError):
+    """A gradient that is inf or NaN, before it is reduced; or, where `what` says so, what was made of reduced ones.
+    `found` says where: the same on every rank."""
+
+    def __init__(self, found: list[Nonfinite], what: str = "") -> None:
+        self.found, self.what = found, what
+        some = "; ".join(f"rank {n.rank}, unit {n.unit!r}, leaf {n.leaf!r}: {n.elements:,} elements" for n in found[:5])
+        if not found:
+            some = "no element is, so the norm is too large for its dtype"
+        where, first = f"{what}, of the rank that holds it", ""
+        if not what:
+            where = "before the reduction"
+            first = (
+                " The first named came first in that rank's backward; if its loss is not finite, look in the forward."
+            )
+        super().__init__(
+            f"gradients are not finite {where}: {some}{' and more' if len(found) > 5 else ''}.{first} The state before "
+            "the step is valid."
+        )
+
+    def __reduce__(self) -> Any:
+        return NonfiniteError, (self.found, self.what)
+
+
+@torch.no_grad()
+def find_nonfinite(state: State, grads: Any = None, unit: str | None = None) -> tuple[State, list[Nonfinite]]:
+    """Which gradients are inf or NaN: leaf, unit, and rank. Waits for the device: for debugging.
+
+    Args:
+        grads: what is going to be given to `reduce`, and `unit` as there: the rank is the one whose gradient is bad.
+            None: the gradients that the state has, reduced; a bad one is bad wherever it went, so the rank is the one
+            whose shard it is. In the third way: `T.forward_backward(..., find_nonfinite=True)`.
+
+    Returns:
+        the state, and the findings, the same list on every rank.
+
+    Raises:
+        ScheduleError: the state has no gradients, and none were given. TreeError: as `reduce`.
+
+    Collective: a gather of the findings on the host, and without `grads` what `finish_reductions` issues.
+
+    Example: `state, found = T.find_nonfinite(state)`.
+    """
+    if grads is not None:
+        watch = NonfiniteWatch(state)
+        for name, values in by_unit(state, "find_nonfinite", grads, unit).items():
+            watch.look(name, values)
+        return state, watch.found()
+    state = finish_reductions(state)
+    ranks = ranks_of(state)
+    mine = []
+    for buffer in state.grads.values():
+        for leaf, _, local in leaf_shards(buffer):
+            count = int(local.isfinite().logical_not().sum()) if local.numel() else 0
+            if count:
+                mine.append(Nonfinite(leaf.path, buffer.bucket.unit, ranks.rank, count))
+    return state, [one for found in ranks.everyone(mine, "elements that are not finite") for one in found]
+
+
+class NonfiniteWatch:
+    """Gradients of this rank's backward, unit by unit: counts stay on the device until `found` asks for them."""
+
+    def __init__(self, state: State) -> None:
+        self.layout = state.layout
+        self.ranks = ranks_of(state)
+        self.counts: list[tuple[str, str, torch.Tensor]] = []  # unit, leaf, elements
+
+    def look(self, unit: str, grads: Sequence[torch.Tensor | None]) -> None:
+        """A unit's gradients, as `Unit.paths`, before they are reduced."""
+        for path, grad in zip(self.layout.by_name[unit].paths, grads, strict=False):
+            if grad is not None and grad.numel():
+                self.counts.append((unit, path, grad.detach().isfinite().logical_not().sum()))
+
+    def found(self) -> list[Nonfinite]:
+        """What every rank has seen. Collective; waits for the device."""
+        counts = [count for *_, count in self.counts]
+        numbers = torch.stack([count.to(counts[0].device) for count in counts]).tolist() if counts else []
+        rank = self.ranks.rank
+        mine = [Nonfinite(leaf, unit, rank, n) for (unit, leaf, _), n in zip(self.counts, numbers, strict=True) if n]
+        return [one for found in self.ranks.everyone(mine, "elements that are not finite") for one in found]
+
+
+@torch.no_grad()
+def clip_by_global_norm(
+    state: State, max_norm: float | torch.Tensor, ord: float = 2, *, error_if_nonfinite: bool = False
+) -> tuple[State, torch.Tensor]:
+    """Scale all gradients by min(1, max_norm / norm). Returns the norm before: `state, norm`, as a tensor [].
+
+    The rule is torch.nn.utils.clip_grad_norm_'s (with its 1e-6 beside the norm), over all shards. The gradients are
+    changed in place; use the returned state.
+
+    Args:
+        ord: 2, 1 or inf, as for `global_norm`.
+        error_if_nonfinite: raise `NonfiniteError` on every rank, naming leaves, if the norm is inf or NaN; nothing is
+            scaled then, and the state before the step is as good as before. The host reads the norm: it waits for the
+            device, at each call. `T.skip_nonfinite` decides on the device.
+
+    Raises:
+        SpecError: a `max_norm` that is no number of at least 0 (the value of a tensor [] is not looked at); another
+        `ord`. ScheduleError: the state has no gradients; `error_if_nonfinite` in a compiled step. NonfiniteError: see
+        there.
+
+    Collective: as `global_norm`.
+
+    Example: `state, norm = T.clip_by_global_norm(state, 1.0)`.
+    """
+    _limit("clip_by_global_norm", "a norm", max_norm)
+    state, norm = global_norm(state, ord)
+    if error_if_nonfinite:
+        state = _finite(state, norm)
+
+    def scale() -> None:
+        by = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for buffers in shards(state).values():
+            for dtype, some in _by_dtype(buffers).items():
+                torch_private.foreach_mul_(some, by.to(torch.promote_types(torch.float32, dtype)))
+
+    return change(state, "clip_by_global_norm()", scale, max_norm, keeps_zeros=True), norm
+
+
+def _limit(verb: str, what: str, given: Any) -> None:
+    good = not given.dim() if isinstance(given, torch.Tensor) else isinstance(given, Real) and float(given) >= 0
+    if not good:
+        refuse("SpecError", f"{verb}({given!r}): expected {what} of at least 0.")
+
+
+def _waits(state: State, norm: torch.Tensor) -> NoReturn:
+    refuse(
+        "ScheduleError",
+        "clip_by_global_norm(error_if_nonfinite=True) reads the norm on the host, which a compiled step cannot. Leave "
+        "it out; T.skip_nonfinite(fsdp.step) decides on the device.",
+    )
+
+
+@traced_as(_waits)
+def _finite(state: State, norm: torch.Tensor) -> State:
+    """Raise NonfiniteError on every rank if this norm of the gradients is inf or NaN on any of them."""
+    if alone := [axis for axis in state.spec.axes if axis not in state.spec.data]:  # norms of their own
+        state, norm = pmax(state, norm, alone)
+    if not norm.isfinite():
+        state, found = find_nonfinite(state)
+        raise NonfiniteError(found, f"(clip_by_global_norm: their norm is {norm.item()})")
+    return state
+
+
+@torch.no_grad()
+def clip_by_value(state: State, max_value: float) -> State:
+    """Clamp each element of the gradients to [-max_value, max_value], in place; use the returned state.
+
+    Raises:
+        SpecError: a `max_value` that is no number of at least 0. ScheduleError: the state has no gradients.
+
+    Collective: what `finish_reductions` issues.
+
+    Example: `state = T.clip_by_value(state, 0.5)`.
+    """
+    _limit("clip_by_value", "a value", max_value)
+    state = finish_reductions(state)
+
+    def clamp() -> None:
+        for buffers in shards(state).values():
+            for some in _by_dtype(buffers).values():
+                torch_private.foreach_clamp_min_(some, -max_value)
+                torch_private.foreach_clamp_max_(some, max_value)
+
+    return change(state, "clip_by_value()", clamp, max_value, keeps_zeros=True)
+
+
+def _by_dtype(buffers: Iterable[FlatBuffer]) -> dict[torch.dtype, list[torch.Tensor]]:
+    """Local tensors apart by dtype, as one call for many takes them; empty ones left out."""
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    for buffer in buffers:
+        if buffer.local.numel():
+            found.setdefault(buffer.local.dtype, []).append(buffer.local)
+    return found

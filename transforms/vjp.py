@@ -27,8 +27,6 @@ from functional_fsdp import ScheduleError, TreeError
 from functional_fsdp._seams import residuals_kept, torch_private
 from functional_fsdp.extend import Loan, loan_of, traced_as
 
-__all__ = ["Pullback", "functional_vjp", "lent", "vjp"]
-
 Pullback = Callable[..., Any]
 Out = TypeVar("Out")
 func_interpreter, pytree = torch_private.func_interpreter, torch_private.pytree

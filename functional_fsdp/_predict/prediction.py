@@ -850,5 +850,5 @@ def measure_compute(
     shapes = [(tuple(t.shape), t.dtype) for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
     key = device_name(), state.layout.hash, repr(model), str(shapes), rounds
     if key not in _KEPT:
-        _KEPT[key] = above("_drive.rehearsal").clocked(forward_backward, state, args, {}, rounds)
+        _KEPT[key] = above("step_memory").clocked(forward_backward, state, args, {}, rounds)
     return _KEPT[key]

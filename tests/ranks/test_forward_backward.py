@@ -28,7 +28,7 @@ from support.tables import each
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp._extend import combined
-from functional_fsdp.transforms._modules.unit_modules import find_unit_modules, order_of
+from functional_fsdp.transforms._modules import find_unit_modules, order_of
 
 Tree = dict[str, torch.Tensor]
 

@@ -23,7 +23,7 @@ from support.transactions import Boom, taken
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
-from functional_fsdp.transforms._per_sample import clipped as _noise
+from functional_fsdp.transforms import _per_sample as _noise
 
 PRESETS = ("zero3", "zero2")
 BOUND = 11.0  # some samples are clipped, and some are not

@@ -18,8 +18,15 @@ import torch.nn.functional as F
 
 from functional_fsdp import ScheduleError, launch
 from functional_fsdp.transforms._cuda_graph import graphed as questions
-from functional_fsdp.transforms._cuda_graph.guarding import UNKNOWN, Guard, Randoms, Steadiness
-from functional_fsdp.transforms._cuda_graph.host_traffic import Answering, Recording, Sides
+from functional_fsdp.transforms._cuda_graph.host_traffic import (
+    UNKNOWN,
+    Answering,
+    Guard,
+    Randoms,
+    Recording,
+    Sides,
+    Steadiness,
+)
 
 HERE = re.escape(__file__)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
-from functional_fsdp.transforms._compile.code import PASS, mark_copies, with_late_copies
+from functional_fsdp.transforms._compile.compile_units import PASS, mark_copies, with_late_copies
 
 aten = torch.ops.aten
 

@@ -253,8 +253,7 @@ CUDA = {
     "_runtime/stream_lanes.py", "_host_memory/copy_lane.py", "_host_memory/streamed.py", "_common/device.py",
     "_transports/auto.py", "_transports/peer_memory.py", "_launch/launch.py",
     "_launch/workers.py",
-    "_cuda_graph/graphed.py", "_cuda_graph/capturing.py", "_cuda_graph/guarding.py",
-    "_cuda_graph/host_traffic.py",
+    "_cuda_graph/graphed.py", "_cuda_graph/capturing.py", "_cuda_graph/host_traffic.py",
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from support.tables import each
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp._seams import torch_private
-from functional_fsdp.transforms._remat.products import Product, _is_product
+from functional_fsdp.transforms._remat.region import Product, _is_product
 
 WIDTH = 32
 KEPT = ("save", "offload")

@@ -24,7 +24,7 @@ from functional_fsdp import transforms as T
 from functional_fsdp._common.device import rows_at_once
 from functional_fsdp._launch.launch import stop_workers
 from functional_fsdp._seams import torch_private
-from functional_fsdp.transforms._compile import code, startup, whole_step
+from functional_fsdp.transforms._compile import compile_units, startup, whole_step
 from functional_fsdp.transforms._compile.startup import LATER, OTHER, PARTS, Sampler, StartupReport, collect_later
 
 
@@ -170,7 +170,7 @@ def test_functions_and_steps_that_are_compiled_have_the_line_too(monkeypatch: py
         watched.append(1)
         yield
 
-    for module in (code, whole_step):
+    for module in (compile_units, whole_step):
         monkeypatch.setattr(module, "waiting", waiting)
     x = torch.ones(2)
     T.compile_units(lambda x: x + 1, backend="eager")(x)

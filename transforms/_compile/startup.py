@@ -34,8 +34,6 @@ import torch.distributed as dist
 
 from functional_fsdp._seams import torch_private
 
-__all__ = ["Clock", "StartupReport", "finish_start", "start_compilers", "startup", "waiting"]
-
 EVERY = 0.01  # seconds between two looks
 PATIENCE = 5.0  # seconds that pass before a line says what is being waited for
 LATER = 200  # the third number of `gc.set_threshold`: a start counts to 50 or 80, and Python sets 10

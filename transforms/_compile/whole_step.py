@@ -1,4 +1,15 @@
-"""Whole steps: a train step that drives a module, traced as it runs, compiled, and run again while its guards hold.
+"""Steps that are compiled whole.
+
+Random numbers of a compiled step: those of (state.rng, state.count, rank, which draw of the step it is).
+
+    eager      the host seeds a generator for each microbatch (`_seed`): it knows the step's number
+    compiled   the graph computes the seeds that Inductor draws from, out of the state's seed and count
+
+So masks differ by step, draw and rank, nothing waits for the device, and a step that is taken again draws the same.
+What does not draw from Inductor's seeds (attention's kernels, permutations) would draw from the process's own
+generator, and is refused.
+
+Whole steps: a train step that drives a module, traced as it runs, compiled, and run again while its guards hold.
 
     train_step(state, ...)   run once, from fake tensors (`graph`)   graph of ATen operations, collectives, the update
     graph                    residuals read from the second gather    (`_graph.graph`)
@@ -11,6 +22,16 @@ Arguments of a driven step: what a program goes by, and what none can go by.
 
 Python runs when a program is made, and not again. So what a step reads of its arguments is a tensor, or is compared by
 value before the program is used again. What may change without being another value is refused.
+
+compile: a whole train step as one compiled graph, gathers, reductions and update included.
+
+torch.compile(train_step, fullgraph=True)   a unit's backward computes its forward again, from the second gather
+T.compile(train_step)                       it does not: the forward's residuals are read from the second gather
+
+    ways 1 and 2   Dynamo reads the step's Python, and guards what it reads
+    way 3          a driver decides as it runs, so what runs is traced, once (`_compile.whole_step`)
+
+Which it is a first trace shows: whether the step has called `forward_backward` or `apply`.
 """
 
 from __future__ import annotations
@@ -20,15 +41,17 @@ import decimal
 import enum
 import fractions
 import pathlib
+import random
 import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from types import FrameType
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.fx as fx
@@ -38,23 +61,175 @@ from functional_fsdp._seams import (
     Graph,
     GraphBuild,
     begin_compiled,
+    expect,
     graph_of,
+    keep_residuals,
+    outside_inference,
     point_at_second_gathers,
     refuse_values,
     torch_private,
+    users_line,
 )
 from functional_fsdp.extend import Collective, Ranks, evolve, lineage_of, ranks_of
 
 from .._seed import seeded
-from .code import named as named_in_profiles
-from .code import through_inductor
-from .draws import Draws, Seeded
-from .startup import waiting
+from .compile_units import named as named_in_profiles
+from .compile_units import through_inductor
+from .startup import finish_start, waiting
 
-__all__ = [
-    "Programs", "StepCall", "flat_state", "is_state", "kind_of", "named", "refuse_mutable", "refuse_sparse",
-    "resolved",
-]  # fmt: skip
+LARGEST = (1 << 63) - 1
+#: what Inductor draws from its seeds
+DRAWN = {"bernoulli", "bernoulli_", "native_dropout", "normal_", "rand", "rand_like", "randint", "randint_like",
+         "randn", "randn_like", "uniform", "uniform_"}  # fmt: skip
+NONE = "set its rate to 0, or run this step eagerly"
+
+
+@torch.library.custom_op("functional_fsdp::seeds", mutates_args=())
+def seeds(rng: torch.Tensor, count: torch.Tensor, n: int, rank: int) -> torch.Tensor:
+    """Seeds [n] of int64, from 0, for draws of the step `count` on a rank: splitmix64 of all of them."""
+    z = torch.arange(n, device=count.device) * _signed(0x9E3779B97F4A7C15)
+    for value in (rng, count, rank):
+        z = _mixed(z + value * _signed(0xD1B54A32D192ED03) + _signed(0x8CB92BA72F3D8DD7))
+    return z & LARGEST
+
+
+@seeds.register_fake
+def _(rng: torch.Tensor, count: torch.Tensor, n: int, rank: int) -> torch.Tensor:
+    return torch.empty(n, dtype=torch.int64, device=count.device)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mixed(z: torch.Tensor) -> torch.Tensor:
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ _shifted(z, shift)) * _signed(factor)
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
+    """To the right, as an unsigned number."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+def draws(func: Any, args: Sequence[Any] = (), kwargs: Any = None) -> bool:
+    """Whether an operation draws random numbers, called with these."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":  # of attention
+            rate = args[i] if i < len(args) else (kwargs or {}).get("dropout_p", argument.default_value)
+            return bool(rate)
+    return True
+
+
+class Draws(torch_private.TorchDispatchMode):
+    """Notes what is drawn while a graph is made.
+
+    Attributes:
+        ops: {operation: the user's line that drew first}. backward: those that a backward drew. others: those that do
+            not draw from Inductor's seeds. python: whether Python's or numpy's generator moved.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: dict[str, str] = {}
+        self.backward: dict[str, str] = {}
+        self.others: dict[str, str] = {}
+        self.python = False
+
+    def __enter__(self) -> Draws:
+        self.before = _of_python()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.python = self.before != _of_python()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if draws(func, args, kwargs):
+            where = self.ops if torch_private.autograd_node() is None else self.backward
+            where.setdefault(str(func), users_line(_stack()))
+            own = any(isinstance(value, torch.Generator) for value in (kwargs or {}).values())
+            if func._schema.name.split("::")[1] not in DRAWN or own:
+                self.others.setdefault(str(func), where[str(func)])
+        return func(*args, **(kwargs or {}))
+
+    def refuse(self) -> None:
+        """Raise for what a graph would draw alike in each step, or not as the forward did."""
+        if self.python:
+            raise ScheduleError(
+                "compile: the step draws from Python's or numpy's random numbers, which a graph would have once and "
+                "for all (layer drop, say). Draw with torch, or run this step eagerly."
+            )
+        for op, line in self.others.items():
+            raise ScheduleError(
+                f"compile: {op}, at {line}, draws by itself, and random numbers of a compiled step come from the "
+                f"state's seed and count. Where it is dropout inside attention, {NONE}, or have attention computed by "
+                "plain operations; else draw outside the step, and give it what was drawn."
+            )
+        for op, line in self.backward.items():
+            raise ScheduleError(
+                f"compile: the backward draws random numbers ({op}), at {line}. Activation checkpointing runs a "
+                f"forward again, which would draw another mask than it had. Where it is dropout, {NONE}; or leave "
+                "activation checkpointing out."
+            )
+
+
+def _stack() -> Iterator[tuple[FrameType, int]]:
+    """Of the caller's caller, the innermost frame first."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame, frame.f_lineno
+        frame = frame.f_back
+
+
+def _of_python() -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate()
+    state = numpy.random.get_state(legacy=False)["state"]
+    return random.getstate(), state["pos"], state["key"].tobytes()
+
+
+class Seeded:
+    """A pass for Inductor's graphs: its seeds, from the state's.
+
+    Args:
+        rng, count: which inputs of the graph these are. inputs: how many it has.
+    """
+
+    def __init__(self, rng: int, count: int, inputs: int, rank: int) -> None:
+        self.key = (rng, count, inputs, rank)
+        self.left: list[str] = []  # operations that draw by themselves
+
+    def __call__(self, graph: fx.Graph) -> None:
+        rng, count, inputs, rank = self.key
+        given = [node for node in graph.nodes if node.op == "placeholder"]
+        for node in [node for node in graph.nodes if node.op == "call_function" and draws(node.target, node.args)]:
+            name = str(node.target)
+            if "inductor_seeds" not in name or len(given) != inputs:
+                self.left.append(name)
+                continue
+            with graph.inserting_before(node):
+                new = graph.call_function(
+                    torch.ops.functional_fsdp.seeds.default, (given[rng], given[count], node.args[0], rank)
+                )
+            new.meta.update(node.meta)
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+
+    def refuse(self, drawn: Mapping[str, str]) -> None:
+        """Raise for operations that would draw from the process's own generator."""
+        if self.left:
+            raise ScheduleError(
+                f"compile: {self.left[0]} would draw from the process's own random numbers; those of a compiled step "
+                f"come from the state's seed and count. The step draws with {drawn}. Where it is dropout, {NONE}; and "
+                "leave fallback_random as it is."
+            )
+
 
 STRIDED = (torch.strided, torch.jagged)
 FIXED = (
@@ -437,3 +612,109 @@ def _signature(args: Any, kwargs: Any) -> Any:
     """Equal for calls that are searched alike: shapes and dtypes of tensors, and everything else as it prints."""
     call = StepCall(args, kwargs)
     return call.structure, tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in call.leaves)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+BACKENDS = ("inductor", "aot_eager")
+
+
+def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
+    """Compile `train_step(state, ...)` whole: one graph, no break, no recomputation.
+
+    Args:
+        train_step: state first in, state first out, in any of the three ways; it ends with `step`.
+        backend: "inductor", or "aot_eager", which runs the graph as it is: to look at, and for tests.
+        config: Inductor's settings (`torch._inductor.config`), as `max_autotune=True`.
+
+    Returns:
+        the compiled function. The first call compiles; calls with other shapes compile again. It takes any state
+        between steps, and gives one: eager and compiled steps may follow each other as you like. The state's buffers
+        are updated in place, as by `step`, which consumes the state that went in. Other States may be among its
+        arguments, each given once, and may be trained as well.
+
+    Which leaves get no gradient is a part of the graph: those for which `reduce` is given None, or whose unit is not
+    reduced, keep their weights and moments (`T.vjp` is torch.func's here, whose zeros are gradients). Ranks cannot ask
+    each other in a graph, so None has to stand at the same leaves on every rank that shares them; ranks compare that,
+    on the host, when a step is first compiled, and it is an error where they differ.
+
+    Beside `torch.compile(train_step, fullgraph=True)`, which works for the first two ways, this saves the second
+    forward that keeping no more than a few units gathered would cost there (`T.vjp` recomputes when it is traced), and
+    keeps Inductor from moving a gather to where it is waited for, as it does to save memory: the order is the
+    schedule's.
+
+    A step that calls `T.forward_backward` or `T.apply` is traced as it runs, from tensors without values. Its Python
+    runs then, and not again: a number that it reads elsewhere than among its arguments, and a step that counts in
+    Python, stay what they were. Calls with other shapes, dtypes, structures, numbers, modes of the model, autograd or
+    autocast modes are traced anew (a warning says so when they are many; the last 16 are kept). Gathers are issued in
+    the order in which units are used, also if the structure of the model does not show it. Random numbers follow from
+    (state.rng, state.count, rank, which draw it is), others than eager ones. Buffers, tied weights, activation
+    checkpointing that is not reentrant, autograd.Functions and compiled units (as plain ones) work.
+
+    Raises:
+        SpecError: an unknown backend. When called: SpecError if no State comes first, or a tensor is sparse;
+            StaleStateError for a state that was consumed.
+        ScheduleError (when called): a state in the middle of a step; a custom autograd.Function in the first two ways.
+            In the third: it asks for a tensor's value or for `state.steps`, or draws random numbers that a graph would
+            have once and for all, or others in a recomputation (it names the line); ranks use units in another order;
+            `find_nonfinite` or `second_order`. SpecError: a buffer changes that the state does not have;
+            an argument that is neither a tensor nor fixed, as an iterator, an array or an object with attributes.
+
+    Collective, when it compiles: an exchange on the host of which leaves have gradients, and of a driven step's
+    collectives; when it runs, what the step issues.
+
+    Source: torch.compiler's documentation; custom passes of Inductor (`torch._inductor.config`); `make_fx`.
+
+    Example:
+        >>> def train_step(state, batch):  # doctest: +SKIP
+        ...     state, loss = forward_backward(state, batch)
+        ...     return fsdp.step(state), loss
+        >>> train_step = T.compile(train_step)  # doctest: +SKIP
+    """
+    if backend not in BACKENDS:
+        raise SpecError(
+            f"compile(backend={backend!r}): expected one of {', '.join(map(repr, BACKENDS))}. Others work with "
+            "torch.compile(train_step, fullgraph=True, backend=...), which computes a unit's forward twice."
+        )
+    expect("compile(train_step)", train_step, Callable, "a function of (state, ...)")
+    finish_start()
+    programs = Programs(train_step, backend, config)
+    inner = _backend(backend, config)
+
+    def with_names(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        return named_in_profiles(inner(module, inputs), programs.issued)
+
+    compiled = torch.compile(train_step, fullgraph=True, dynamic=False, backend=with_names)
+
+    @wraps(train_step)
+    def run(state: State, *args: Any, **kwargs: Any) -> Any:
+        if torch_private.func_interpreter() is not None:
+            raise ScheduleError(
+                "a compiled train step was called inside a torch.func transform, which cannot see through its "
+                "collectives. Use the transform inside the step, between unshard and reduce."
+            )
+        if not isinstance(state, State):
+            raise SpecError(
+                f"the compiled train step got a {type(state).__name__} first; expected a State, as in "
+                "train_step(state, ...). Other States may follow it. Of a method, give a function that calls it."
+            )
+        begin_compiled(state)
+        program = programs.find(state, args, kwargs)
+        if program is not None:
+            return program()
+        with keep_residuals(True):
+            return compiled(state, *args, **kwargs)
+
+    return cast(F, outside_inference(run))
+
+
+def _backend(name: str, config: dict[str, Any]) -> Callable[..., Any]:
+    if name == "aot_eager":
+
+        def plain(module: torch.fx.GraphModule, inputs: Any) -> Any:
+            point_at_second_gathers(module.graph)
+            module.recompile()
+            return module.forward
+
+        return cast(Callable[..., Any], torch_private.dynamo().backends.common.aot_autograd(fw_compiler=plain))
+
+    return lambda module, inputs: through_inductor(module, inputs, config, point_at_second_gathers)

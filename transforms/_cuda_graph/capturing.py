@@ -32,11 +32,6 @@ from functional_fsdp import FsdpError, ScheduleError, State, TreeError
 from functional_fsdp._seams import Veto, cuda_call, cuda_driver, put, torch_private
 from functional_fsdp.extend import Ranks, evolve, flatten, lineage_of
 
-__all__ = [
-    "GraphBuffers", "as_kernels", "captured", "edge_functions", "line_of_error", "refusal", "root_of",
-    "running_line", "stale_streams_followed", "text_of", "words",
-]  # fmt: skip
-
 PASSED = {"torch", "functional_fsdp", "contextlib", "functools", "threading", "triton"}  # who does it for others
 OURS = "functional_fsdp"
 

@@ -27,22 +27,22 @@ from functional_fsdp.extend import Session, lineage_of, refuse, skeleton_of
 
 from .._compile.compile_units import Compiler, Options, refuse_around
 from .._compile.startup import waiting
-from .._modules.unit_modules import (
-    Leaf,
-    copy_of,
-    each_once,
-    find_unit_modules,
-    leaves_of,
-    order_of,
-    refuse_shapes,
-    slots_of,
-)
+from .._modules import Leaf, copy_of, each_once, find_unit_modules, leaves_of, order_of, refuse_shapes, slots_of
 from .._uses import USES, Uses
 from .buffers import clear
-from .levels import Levels, outside_levels
-from .placeholders import Places, note_place, precisions
-from .unit_calls import Slot, UnitCall
-from .unit_uses import Gradients, Start, UnitUse, Weights, no_output, refuse_transform, traced_by
+from .unit_calls import Levels, Slot, UnitCall, outside_levels
+from .unit_uses import (
+    Gradients,
+    Places,
+    Start,
+    UnitUse,
+    Weights,
+    no_output,
+    note_place,
+    precisions,
+    refuse_transform,
+    traced_by,
+)
 
 Units = Set[str]
 Tensors = Sequence[torch.Tensor]

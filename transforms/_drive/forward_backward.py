@@ -1,32 +1,448 @@
-"""forward_backward: any module's loss and gradients, gathered, reduced and released unit by unit."""
+"""What drives a model: `forward_backward`, `apply`, and both in a step that is traced.
+
+Whole: a private copy of a module that has all of its weights at once, so that gradients of gradients are right.
+
+    Driver    one unit at a time   its unit calls gather again in a backward, once: a backward of that one would find
+                                   other units' bytes
+    Whole     every unit           gathered before the forward, plain leaves of autograd's graph, until the outer
+                                   gradient is there
+
+For `forward_backward` it is what a `Driver` is: the same names, the same transaction.
+
+Driven modules where a graph is made of a step: the same unit calls and uses, with nothing in flight.
+
+    eager     unshard, release and reduce as they come; the backward's gather goes where the forward's was
+    traced    they are operations of the graph; where the backward has gathered a unit again a mark says so, and what
+              would be read from the forward's gather is read from this one (`_graph.graph`)
+
+Each graph has a copy of the model of its own: what a forward leaves in a module, as a cache, is of no use to others.
+
+apply: any module's forward without gradients, gathered and released unit by unit, for evaluation and generation.
+
+forward_backward: any module's loss and gradients, gathered, reduced and released unit by unit.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any, Generic, Literal, TypeVar, overload
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 
 import torch
 import torch.nn as nn
 
-from functional_fsdp import ScheduleError, SpecError, State, TreeError, reduce
-from functional_fsdp._seams import expect, full_tensor, note_activations, torch_private
-from functional_fsdp.extend import alone, begin_round, end_round, evolve
+from functional_fsdp import Layout, ScheduleError, SpecError, State, TreeError, reduce, unshard
+from functional_fsdp._seams import (
+    GraphBuild,
+    base_of,
+    changed,
+    coordinate_of,
+    expect,
+    full_tensor,
+    given_in,
+    note_activations,
+    spoilt,
+    torch_private,
+    tracing_now,
+)
+from functional_fsdp.extend import Session, alone, begin_round, end_round, evolve, ranks_of, refuse, traced_as
 
 from .._compile.compile_units import Options
-from .._modules.unit_modules import map_tensors
+from .._modules import copy_of, find_unit_modules, map_tensors, refuse_shapes, slots_of
 from .._seed import seeded
-from ..nonfinite import NonfiniteError, NonfiniteWatch
-from .buffers import Buffers, Rule
-from .driver import Driver
-from .placeholders import values
-from .second_order import Whole
+from ..norms import NonfiniteError, NonfiniteWatch
+from .buffers import Buffers, Rule, WriteWatch, clear, place, version, written
+from .driver import Driver, NoSession, Tensors, caller, refuse_nesting
 from .settings import Settings
-from .traced_driver import graph_for, traced
-from .unit_uses import Gradients
+from .unit_uses import Gradients, UnitUse, check_dtypes, precisions, values
+
+
+class Whole:
+    """A module's copy, and what it is doing: one forward and its gradient at a time.
+
+    Attributes:
+        model: the copy, of the user's own class; weights are in it only while something runs.
+        state: the state as it is now; None when nothing runs.
+        leaves: {path that holds the leaf: weight}, while something runs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = copy_of(model)
+        for path, part in self.model.named_modules():
+            if "_part" in vars(part) and vars(part)["_part"].fate == "offload":
+                raise SpecError(
+                    f"forward_backward(second_order=True): what {path!r} keeps would be moved to the host's memory "
+                    "(T.offload, T.remat(offload=)), and whole weights with it. Leave one of them out."
+                )
+        self.slots = [(path, held, name, held[name]) for path, held, name in slots_of(self.model)]
+        if dtensor := next((path for path, _, _, p in self.slots if getattr(p, "form", None)), None):
+            raise SpecError(
+                f"forward_backward(second_order=True): the weight {dtensor!r} is a DTensor in the model, of which "
+                "torch has no derivatives of derivatives. Cut the model by Spec(own=) and T.collectives instead."
+            )
+        self.layout: Layout | None = None
+        self.watched = False  # whether it ran, and what it does to weights was looked at
+        self.state: Any = None
+        self.caller: FrameType | None = None  # whose `with` it is that runs
+        self.leaves: dict[str, torch.Tensor] = {}
+        self.watch: Callable[[str, Any], None] | None = None  # what sees gradients before they are reduced
+        self.reduce: Callable[..., State] = reduce
+
+    def deliver(self, reduce: Callable[..., State], watch: Callable[[str, Any], None] | None) -> None:
+        """Gradients of the backward that comes go to `reduce`; before that `watch` sees them."""
+        self.reduce, self.watch = reduce, watch
+
+    @contextmanager
+    def running(self, state: State, verb: str, trains: bool = True) -> Iterator[int]:
+        """Within, the model has this state's weights, all of them; `self.state` goes on from it.
+
+        Gives the number of this forward in its step.
+        """
+        refuse_nesting(self.caller)
+        if state.layout is not self.layout:
+            find_unit_modules(self.model, state.layout)  # raises if the state is of another model
+            if not state.spec.own:
+                refuse_shapes(type(self.model).__name__, {path: p for path, *_, p in self.slots}, state.layout)
+            if any(inputs for _, inputs in precisions(state).values()):
+                raise SpecError(
+                    "Precision(inputs=True) with forward_backward(second_order=True): inputs are cast where a module "
+                    "is gathered, and here all are gathered at once. Cast the batch in the loss function."
+                )
+            self.device = ranks_of(state).device
+            self.trained = {
+                path for unit in state.layout.units
+                for path, shape in zip(unit.paths, unit.trains, strict=True) if shape is not None
+            }  # fmt: skip
+            self.layout = state.layout
+        session = Session(state, verb)
+        state, params = unshard(state)
+        if trains:
+            session.count()
+        weights = dict(zip(state.layout.source, torch_private.pytree.tree_leaves(params), strict=True))
+        del params
+        try:
+            self.caller, self.state = caller(), state
+            self.leaves = {path: t.detach().requires_grad_(path in self.trained) for path, t in weights.items()}
+            home = dict(zip(state.layout.paths, state.layout.source, strict=True))
+            for path, held, name, _ in self.slots:
+                held[name] = self.leaves[home[path]]
+            before = [(version(t), t.data_ptr()) for t in self.leaves.values()]
+            watch = not self.watched or state.spec.schedule.debug
+            with torch_private.parametrized_anew(), WriteWatch(self.leaves) if watch else nullcontext():
+                yield session.number
+            self.watched = True
+            self._check(session, before, home)
+        finally:
+            for _, held, name, placeholder in self.slots:
+                held[name] = placeholder
+            self.leaves = {}
+            self.state = self.caller = None
+
+    def _check(self, session: Session, before: list[tuple[int, int]], home: dict[str, str]) -> None:
+        """The weights are what they were; see `_distributed`."""
+        now = [(version(t), t.data_ptr()) for t in self.leaves.values()]
+        paths = [path for path, new, old in zip(self.leaves, now, before, strict=True) if new[1] != old[1]]
+        if paths:
+            raise changed(paths, "by .data =")
+        paths = [path for path, new, old in zip(self.leaves, now, before, strict=True) if new != old]
+        if paths:
+            session.spoil(self.state, self.state.units, spoilt("the model"))
+            raise changed(paths, "in place")
+        for path, held, name, _ in self.slots:
+            if held.get(name) is not self.leaves[home[path]]:
+                clear(self.model, held, name)
+                raise changed([path], "by assignment")
+
+    def differentiate(self, loss: torch.Tensor, scale: torch.Tensor, last: bool, inputs: Tensors = ()) -> Gradients:
+        """The gradient of the loss, with respect to every weight at once; reduced unit by unit. Returns the gradients
+        of the inputs."""
+        state: State = self.state
+        wanted = {path: leaf for path, leaf in self.leaves.items() if path in self.trained}
+        with torch.autograd.set_multithreading_enabled(False):  # on this thread, as a driver
+            found = torch.autograd.grad(loss, [*wanted.values(), *inputs], scale, allow_unused=True)
+        grads = dict(zip(wanted, found[: len(wanted)], strict=True))
+        if left := next((path for path, leaf in self.leaves.items() if leaf.grad is not None), None):
+            raise ScheduleError(
+                f"a backward inside the loss function, the model or one of its autograd.Functions left a gradient in "
+                f".grad of the weight {left!r}, where it would be lost. Take it by torch.autograd.grad; a Function is "
+                "given the weights, and returns their gradients."
+            )
+        if self.watch is not None:
+            for unit in state.layout.units:
+                self.watch(unit.name, [grads.get(path) for path in unit.paths])
+        tree = state.treedef.unflatten([grads.pop(path, None) for path in state.layout.source])  # tied ones once
+        self.state = self.reduce(state, tree, last_microbatch=last)
+        return [*found[len(wanted) :]]
+
+    def release(self) -> None:
+        """Nothing is borrowed: the weights go when the last of them is let go."""
+
+
+class TracedDriver(Driver):
+    """A driver whose verbs are operations of a graph."""
+
+    def __init__(self, model: nn.Module, graph: GraphBuild) -> None:
+        super().__init__(model)
+        self.graph = graph
+
+    @contextmanager
+    def running(self, state: State, verb: str, trains: bool = False) -> Iterator[int]:
+        """As `Driver.running`; there is no lineage to advance."""
+        refuse_nesting(self.caller)
+        self._stop()
+        with torch_private.disable_current_modes():  # what is made is not of the graph
+            self.attach(state)
+            for unit_call in self.unit_calls:
+                unit_call.rebound = []  # fake weights have nothing to point to
+        self.debug = False
+        try:
+            self.caller, self.state, self.session = caller(), state, NoSession()
+            yield 0
+            self.look_back()
+            self.release()
+            if trains:
+                self.graph.orders.setdefault(state.layout.hash, (*self.trace[0], *self.trace[1]))
+        finally:
+            self._stop()
+
+    def refuse_tracer(self) -> None:
+        """This tracer is the package's own."""
+
+    def regathered(self, call: UnitUse) -> None:
+        """Leave the mark: from here on this gather stands for the forward's."""
+        assert call.unit_call is not None
+        pairs = [(a, b) for a, b in zip(call.lent, self.tensors(call.unit_call.leaves), strict=True) if a.numel()]
+        if pairs:  # in the step's own graph, and of no use there: tracing keeps it, and the pass takes it out
+            first, second = ([*map(torch.Tensor.detach, found)] for found in zip(*pairs, strict=True))
+            torch.ops.functional_fsdp.again(second[0], first, second)
+
+    def note(self, path: str, copied: torch.Tensor) -> None:
+        """As `Driver.note`; nothing is alive while a graph is made."""
+        self.copies.append((path, copied, copied._version))
+
+
+class Writes(torch_private.TorchDispatchMode):
+    """Notes which storages operations write to, by what they say of themselves. Versions do not tell: the one of batch
+    norm that is traced leaves them as they are. And has them refuse dtypes as they do when they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, Any] = {}  # and keeps them, so that no other gets their name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        check_dtypes(func, args)
+        for value in written(func, args, kwargs or {}):
+            self.found[place(value)[0]] = value
+        return func(*args, **(kwargs or {}))
+
+
+class TracedBuffers(Buffers):
+    """Buffers whose values nobody can look at: one that an operation writes to has changed."""
+
+    writes: Writes | None = None
+
+    def lend(self, state: State, device: torch.device, collects: bool = True, compares: bool = True) -> None:
+        super().lend(state, device, collects, compares)
+        self.writes = Writes()
+        self.writes.__enter__()
+
+    def restore(self) -> None:
+        if self.writes is not None:
+            self.writes.__exit__(None, None, None)
+            self.writes = None
+        super().restore()
+
+    def note(self) -> None:
+        self.live = set()
+        self.before = {path: (held[name], held[name]._version, None)
+                       for path, (held, name) in self.rest.items() if path not in self.places}  # fmt: skip
+
+    def spoilt(self, t: torch.Tensor, counted: int, copied: torch.Tensor | None) -> bool:
+        assert self.writes is not None
+        return t._version != counted or place(t)[0] in self.writes.found
+
+    def move(self, device: torch.device, given: Collection[str]) -> None:
+        with torch_private.disable_current_modes():
+            super().move(device, given)
+
+    def compare(self, state: State) -> None:
+        pass  # values are no part of a graph; the same model compares when it runs eagerly
+
+    def told(self, t: torch.Tensor | None, path: str) -> bool:
+        return t is None or t is not self.lent[path] or self.spoilt(t, self.versions[path], None)
+
+    def other(self, t: torch.Tensor, path: str) -> bool:
+        return True
+
+    def coordinate(self, state: State) -> Mapping[str, int]:
+        return coordinate_of(state)
+
+
+class Twin(NamedTuple):
+    """What a transform drives while a graph is made."""
+
+    driver: TracedDriver
+    buffers: TracedBuffers
+
+    def begin_round(self, state: State) -> None:
+        """As `extend.begin_round`."""
+        if given_in(state) and base_of(state) in self.driver.graph.rounds:
+            raise ScheduleError(
+                "forward_backward: this State has the gradients of a whole round already (the call before had "
+                "last_microbatch=True, the default), and no step has taken them: they would count twice. Take the "
+                "step. Where microbatches add up, say last_microbatch=False in all calls but the last."
+            )
+
+    def end_round(self, state: State, last: bool) -> None:
+        rounds = self.driver.graph.rounds
+        (rounds.add if last else rounds.discard)(base_of(state))
+
+
+def graph_for(verb: str) -> GraphBuild:
+    """The graph that is being made. T.compile and `lower` trace what runs, and make one; torch.compile reads Python,
+    and cannot follow a driver."""
+    graph = tracing_now()
+    if graph is None:
+        said = (
+            f"{verb} drives the schedule from Python, as it runs, which torch.compile cannot trace. Compile the step "
+            "with T.compile(train_step); or compile units: T.forward_backward(..., compile=True)."
+        )
+        refuse("ScheduleError", said)
+    return graph
+
+
+def traced(graph: GraphBuild, transform: Any, driver: Driver, rule: Rule, settings: Settings) -> Twin:
+    """The twin of a transform's driver for this graph, which holds for the model's modes."""
+    if transform not in graph.driven:
+        with torch_private.disable_current_modes():
+
+            def modes() -> list[bool]:
+                settings.follow()
+                return settings.training
+
+            graph.guards.append(modes)
+            modes()
+            own = TracedDriver(driver.bare(), graph)
+            graph.driven[transform] = Twin(own, TracedBuffers(own.model, rule))
+    found: Twin = graph.driven[transform]
+    return found
+
+
+Out = TypeVar("Out")  # what a function of a model returns
+
+
+@overload
+def apply(
+    model: nn.Module, fn: Callable[..., Out], *, training: bool = False, compile: bool | Options = False
+) -> Callable[..., tuple[State, Out]]: ...
+@overload
+def apply(
+    model: nn.Module, fn: None = None, *, training: bool = False, compile: bool | Options = False
+) -> Callable[..., tuple[State, Any]]: ...
+def apply(
+    model: nn.Module, fn: Callable[..., Any] | None = None, *, training: bool = False, compile: bool | Options = False
+) -> Callable[..., tuple[State, Any]]:
+    """A function that computes with the model: `f(state, *args, **kwargs) -> state, fn(model, *args, **kwargs)`.
+
+    Args:
+        model: as for `forward_backward`: copied, never touched.
+        fn: what to do with it; by default it is called. It may call the model, or its methods, as often as it likes,
+            also inside transforms of torch.func that differentiate by inputs.
+        training: False puts the copy into evaluation mode, True follows the modes that the model has.
+        compile: as for `forward_backward`. In generation lengths change: leave it out.
+
+    Between steps the state is as good afterwards as before: it is returned as it was, with nothing gathered.
+
+    Every rank must use the same units in the same order: in generation, let all ranks make the same number of tokens
+    (in Hugging Face models `generate(..., synced_gpus=True)`, or equal lengths).
+
+    Random numbers are those of (state.rng, step, rank), as in `forward_backward`. So every call on one state draws the
+    same, as do states of one seed and step; the caller's own go on as they were. To sample anew, seed in `fn`: see the
+    example.
+
+    Collective: as `unshard` for each unit that is used; in the first call on a state of `shard(src=)` an exchange on
+    the host, by which ranks compare buffers that are not in the state.
+
+    Example:
+        >>> predict = T.apply(model)
+        >>> state, logits = predict(state, tokens)
+        >>> generate = T.apply(model, lambda model, ids: model.generate(ids, max_new_tokens=20))
+        >>> state, ids = generate(state, ids)
+        >>> def sample(model, ids, seed):
+        ...     torch.manual_seed(seed)  # for as long as `fn` runs
+        ...     return model.generate(ids, max_new_tokens=20, do_sample=True)
+        >>> state, ids = T.apply(model, sample)(state, ids, extend.seeds(state, "sample")(k, rank))
+    """
+    expect("apply(fn)", fn, Callable | None, "a function of (model, ...), or None")
+    driven = Forward("apply", model, training, compile)
+
+    def compute(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        return values(model(*args, **kwargs) if fn is None else fn(model, *args, **kwargs))
+
+    def in_graph(state: State, *args: Any, **kwargs: Any) -> Any:
+        """Where a graph is made of the step: on a copy of the model for this graph. What was gathered ahead, and is not
+        used if the state goes back to what it was, is no part of the graph."""
+        twin = traced(graph_for("apply"), applied, driven.driver, "local", driven.settings)
+        with twin.driver.running(state, "apply"), torch.no_grad():
+            twin.buffers.lend(state, twin.driver.device)
+            try:
+                out = compute(twin.driver.model, args, kwargs)
+            finally:
+                twin.buffers.restore()
+            twin.driver.release()
+            return state if state.between_steps else twin.driver.state, out
+
+    @traced_as(in_graph)
+    def applied(state: State, *args: Any, **kwargs: Any) -> tuple[State, Any]:
+        return run(state, torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad, args, kwargs)
+
+    def forward(state: State, mode: Callable[[], AbstractContextManager[Any]], args: Any, kwargs: Any) -> Any:
+        """`mode`: in which the model computes; what is kept is made outside it."""
+        with driven.running(state) as driver:
+            with mode():
+                out = compute(driver.model, args, kwargs)
+            driver.release()
+            session, state = driver.session, driver.state
+        return session.rest(state), out
+
+    run = alone(forward, "apply")
+    return applied
+
+
+class Forward:
+    """A module that is driven, of whose buffers nothing is kept.
+
+    Args:
+        training: the copy follows the model's modes; else it is in evaluation mode.
+    """
+
+    def __init__(self, verb: str, model: nn.Module, training: bool = True, compile: bool | Options = False) -> None:
+        self.verb, self.driver = verb, Driver(model, compile)
+        if not training:
+            self.driver.model.eval()
+        self.buffers = Buffers(self.driver.model, "local")
+        self.settings = Settings(verb, model, self.driver.model, modes=training)
+
+    @contextmanager
+    def running(self, state: State) -> Iterator[Driver]:
+        """Within, the driver's model has this state's weights and buffers; the driver's state goes on from it."""
+        self.settings.follow()
+        driver = self.driver
+        with driver.running(state, self.verb) as number, seeded(state, number), torch.no_grad():
+            self.lend(state)
+            try:
+                yield driver
+            finally:
+                self.buffers.restore()
+
+    def lend(self, state: State) -> None:
+        """New copies of the state's buffers: within a level of torch.func's, such as may be changed there."""
+        self.buffers.lend(state, self.driver.device, collects=False)
+
 
 pytree = torch_private.pytree
-Out = TypeVar("Out")  # what a loss function returns
 Reduce = Callable[..., State]
 NODES = 4096  # of the graph of a loss, in which parameters are looked for
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -32,17 +32,12 @@ from functional_fsdp import FlatBuffer, ScheduleError, SpecError, State, TreeErr
 from functional_fsdp._seams import expect, torch_private
 from functional_fsdp.extend import Session, alone, lineage_of, separate_gradients, shards
 
-from .._modules.unit_modules import Leaf
+from .._modules import Leaf
 from ..norms import Buffers, check_tree
-from .apply import Forward, apply
-from .driver import eager_only
-from .forward_backward import forward_backward
-from .levels import outside_levels
-from .placeholders import WeightPlaceholder, values
-from .unit_uses import Gradients, no_output
-
-if TYPE_CHECKING:
-    from .driver import Driver
+from .driver import Driver, eager_only
+from .forward_backward import Forward, apply, forward_backward
+from .unit_calls import outside_levels
+from .unit_uses import Gradients, WeightPlaceholder, no_output, values
 
 
 def moved(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:

@@ -7,7 +7,8 @@
 
 The first stage gets None for `h`; from stage to stage goes a pytree of floating tensors, and the last returns the loss.
 A key that is a tuple of units is a stage that uses them at once, `weights` is then `{unit: weights}`; a tied leaf is a
-unit that several stages name."""
+unit that several stages name.
+"""
 
 from __future__ import annotations
 

@@ -33,8 +33,6 @@ from functional_fsdp import ScheduleError
 
 from .._drive.buffers import version
 
-__all__ = ["Contents", "ModuleState", "StatePlace", "copied", "may_go_on"]
-
 LISTS = frozenset((list, deque))
 DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
 KINDS = LISTS | DICTS | {set, tuple}

@@ -44,10 +44,6 @@ from functional_fsdp.extend import CopyLane, HostBuffers, copy_lane, is_lent
 
 from .._uses import USES
 
-__all__ = [
-    "MoveGroup", "MovedTensor", "StorageMove", "StorageView", "copied", "memory_of", "storage_of", "unchanged",
-]  # fmt: skip
-
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch_private.FakeTensor)  # the last where a step is only planned
 
 

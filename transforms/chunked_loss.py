@@ -18,9 +18,7 @@ from functional_fsdp import SpecError, bind
 from functional_fsdp._seams import expect, torch_private
 from functional_fsdp.extend import refuse, skeleton_of, traced_as
 
-from .unit_modules import once_a_class, subclass
-
-__all__ = ["chunked_loss", "linear_cross_entropy"]
+from ._modules import once_a_class, subclass
 
 M = TypeVar("M", bound=nn.Module)
 Reduction = Literal["mean", "sum"]

@@ -1,1 +1,0 @@
-"""A gradient for each sample, and what is made of them."""
