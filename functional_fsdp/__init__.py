@@ -12,6 +12,7 @@ if not (_Path(__file__).parent / "transforms").is_dir():  # unpacked without lin
     __path__.append(str(_Path(__file__).parents[1]))
 
 from . import _exact_sums, _one_source, extend  # noqa: F401  # those with a private name provide what the core calls by name
+from . import _host_memory as _streamed  # noqa: F401
 from ._as_module import as_module
 from ._axes import Along
 from ._common.errors import (
@@ -27,8 +28,7 @@ from ._common.errors import (
 from ._float8 import Float8Weight
 from ._graph import traced as _traced  # noqa: F401
 from ._graph.graph import Lowered, abstract_state, lower
-from ._host_memory import streamed as _streamed  # noqa: F401
-from ._host_memory.copy_lane import HostTransfer, host_transfer
+from ._host_memory import HostTransfer, host_transfer
 from ._io.background import async_save
 from ._io.checkpoint import latest_checkpoint, load, save
 from ._io.conversions import Concatenated, Sliced, Stacked, Transposed, conversions_of
@@ -41,7 +41,6 @@ from ._launch.launch import launch, local_mesh, workers
 from ._launch.pool import LaunchError
 from ._launch.workers import Handle, Simulation, WorkerGroup, simulate
 from ._nn.module import bind, functionalize
-from ._nn.packed_weight import PackedWeight
 from ._nn.skeleton import tie
 from ._optim.adamw import adamw
 from ._optim.optimizer import Optimizer
@@ -65,14 +64,13 @@ from ._spec.spec import Schedule, Spec
 from ._spec.units import units
 from ._state.shard import init, make_layout, shard
 from ._state.state import State, buffers, full_params, local_shards, state_dict
-from ._storage import FlatBuffer
+from ._storage import FlatBuffer, PackedWeight
 from ._transports import peer_memory as _signals  # noqa: F401
 from ._transports.auto import symmetric
 from ._verbs import drop_gradients, finish_reductions, newest, pmax, pmean, psum, reduce, release, step, unshard
 from .codecs import packed_reductions as _packed_reductions  # noqa: F401
 from .codecs import rows as _rows  # noqa: F401
-from .codecs.blocks import dynamic8, fp8_block, int4, int8, mxfp8, nf4
-from .codecs.quantized import from_quantized
+from .codecs.blocks import dynamic8, fp8_block, from_quantized, int4, int8, mxfp8, nf4
 from .look import equal_check as _equal_check  # noqa: F401
 from .look import tables as _tables  # noqa: F401
 from .look.draw import draw

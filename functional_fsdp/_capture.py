@@ -57,13 +57,12 @@ from ._common.record import Collective, Mark
 from ._common.torch_names import make_wrapper, pytree
 from ._engine.sink import BucketConsumer, StepConsumer
 from ._exact_sums import ordered_sum
-from ._host_memory.streamed import cut, cuts
+from ._host_memory import cut, cuts
 from ._optim.optimizer import labels_of
-from ._runtime.given import FIXED, FULL, GradientMask, NewCounts, Seats, agreed_row
+from ._runtime.agreement import FIXED, FULL, GradientMask, NewCounts, Seats, agreed_row
 from ._runtime.lanes import HostLanes
 from ._runtime.runtime import Runtime
-from ._state.lineage import Lineage, Version
-from ._state.state import State
+from ._state.state import Lineage, State, Version
 from ._storage import FlatBuffer
 from ._verbs import in_place, renew
 

@@ -78,8 +78,7 @@ from ._plan.plan import Decision, DefaultOrder, KnownOrder, Plan, Program, names
 from ._runtime.agreement import place_of
 from ._runtime.runtime import Runtime, runtime_of
 from ._spec.spec import Order
-from ._state.lineage import Lineage, Version
-from ._state.state import State
+from ._state.state import Lineage, State, Version
 from ._storage import FlatBuffer, Gathered, Stored, clear_padding, of_tree, of_unit, refresh
 from ._verbs import Op, axes_of, finish_reductions, has_gradients, no_unit, over_axes
 

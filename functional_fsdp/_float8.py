@@ -47,10 +47,9 @@ from ._common.device import casts_float8, tl, triton
 from ._common.errors import SpecError
 from ._common.record import Collective, over_each_axis
 from ._common.torch_names import foreach_copy_, foreach_norm, make_wrapper
-from ._nn.packed_weight import PackedWeight
 from ._plan.layout import ALIGN, Bucket
 from ._runtime.runtime import runtime_of
-from ._storage import FlatBuffer, alias_of
+from ._storage import FlatBuffer, PackedWeight, alias_of
 
 
 class Float8Weight(PackedWeight):

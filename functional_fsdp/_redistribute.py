@@ -43,7 +43,6 @@ from ._common.errors import ScheduleError, SpecError, TreeError, as_names, expec
 from ._common.torch_names import pytree
 from ._common.tree import dotted, flatten, match
 from ._engine.gathers import resolve_transport
-from ._nn.packed_weight import PackedWeight
 from ._optim.optimizer import initial
 from ._plan.layout import Bucket, Layout, Leaf, LeafInfo
 from ._plan.plan import keeps_copy
@@ -51,12 +50,12 @@ from ._plan.route import Partial, Replicated, all_axes, states_of
 from ._runtime.agreement import Joint, Topic, agree
 from ._runtime.runtime import Runtime, runtime_of
 from ._spec.spec import Spec
-from ._state.lineage import Version
 from ._state.shard import given, needs_spec, no_residual, read_sums
-from ._state.state import State
+from ._state.state import State, Version
 from ._storage import (
     FlatBuffer,
     LeafShard,
+    PackedWeight,
     clear_padding,
     gather_leaves,
     leaf_shards,

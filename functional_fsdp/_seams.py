@@ -15,12 +15,12 @@ from ._common.errors import as_names, expect
 from ._extend import note_activations
 from ._graph.graph import Graph, GraphBuild, graph_of, keep_residuals, point_at_second_gathers, refuse_values
 from ._graph.traced import base_of, begin_compiled, coordinate_of, given_in
-from ._host_memory.copy_lane import HostBuffer
+from ._host_memory import HostBuffer
 from ._nn.module import around_bound_calls
 from ._nn.skeleton import aliases_of, changed, local_part, refuse_meta
 from ._optim.optimizer import put
 from ._plan.cursor import Collision
-from ._runtime.given import NewCounts
+from ._runtime.agreement import NewCounts
 from ._storage import clear_padding, spoilt
 from .look.tables import StepMemory, Stretch, find_peak, plan_for, steps_on
 

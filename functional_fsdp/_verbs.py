@@ -52,11 +52,10 @@ from ._common.record import Collective, Mark, Steps
 from ._common.torch_names import foreach_copy_, profiler, pytree
 from ._optim.optimizer import Sender, check, in_own_dicts, put, runs, tensors_of
 from ._plan.plan import copied_alike
-from ._runtime.given import ALL, WHOLE, Lacking, Leaves, NewCounts
+from ._runtime.agreement import ALL, WHOLE, Lacking, Leaves, NewCounts
 from ._runtime.runtime import runtime_of
 from ._spec.precision import Codec
-from ._state.lineage import Version
-from ._state.state import State
+from ._state.state import State, Version
 from ._storage import (
     VERSION,
     FlatBuffer,

@@ -59,7 +59,7 @@ from ._extend import (
     shards,
     total,
 )
-from ._host_memory.copy_lane import CopyLane, HostBuffers, computes_on, copy_lane
+from ._host_memory import CopyLane, HostBuffers, computes_on, copy_lane
 from ._io.folder import bytes_of
 from ._nn.skeleton import Placeholder, every_buffer, skeleton_of
 from ._optim.optimizer import Sender

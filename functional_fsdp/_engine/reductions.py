@@ -52,7 +52,7 @@ from .._plan.cursor import Move
 from .._plan.layout import STAGED, Bucket, Unit, aligned
 from .._plan.plan import REDUCTIONS_AT_ONCE, Plan, Records, records
 from .._plan.route import Route, states_of
-from .._runtime.given import GradientMask
+from .._runtime.agreement import GradientMask
 from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
 from .._storage import FlatBuffer, owned, refuse_meta, templates

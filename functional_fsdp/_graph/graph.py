@@ -51,9 +51,8 @@ from .._plan.plan import keeps_copy
 from .._plan.route import states_of
 from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
-from .._state.lineage import Lineage, Version
 from .._state.shard import describe, make_layout, no_residual
-from .._state.state import State
+from .._state.state import Lineage, State, Version
 from .._storage import FlatBuffer, no_scales
 from .traced import GraphPlan, Trace, graph_plan
 

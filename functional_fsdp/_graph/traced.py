@@ -48,7 +48,7 @@ from .._optim.optimizer import Sender, check
 from .._plan.layout import Bucket, Layout, Unit
 from .._plan.plan import Records, keeps_copy, make_plan, records
 from .._plan.route import Route, States, Step
-from .._runtime.given import ALL, Lacking, Seats
+from .._runtime.agreement import ALL, Lacking, Seats
 from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
 from .._storage import FlatBuffer, clear_padding

@@ -51,9 +51,8 @@ from .._redistribute import nodes_of
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.spec import Spec
-from .._state.lineage import Version
 from .._state.shard import build, given, needs_spec
-from .._state.state import State
+from .._state.state import State, Version
 from .._storage import FlatBuffer, clear_padding, refresh
 from .folder import NOTE, Claim, check_shared, may_keep, partial, reading, unfinished
 from .manifest import (

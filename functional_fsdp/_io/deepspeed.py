@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .._common.errors import CheckpointError
-from .contents import Contents, Cut, by_number, numel_of, plain_name, run, steps_from
-from .pickles import Held, Inert, read_saved, span_of
+from .contents import Contents, Cut, Held, Inert, by_number, numel_of, plain_name, read_saved, run, span_of, steps_from
 from .torch_files import ties_of
 
 MODEL = re.compile(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt$")

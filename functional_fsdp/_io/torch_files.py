@@ -56,19 +56,25 @@ from .contents import (
     Blob,
     Contents,
     Cut,
+    Distributed,
+    Held,
+    Inert,
     box,
     buffers_by_shards,
     by_number,
     numel_of,
     plain_name,
     plain_names,
+    read_pickle,
+    read_saved,
+    saved_tensor,
     sorted_out,
+    span_of,
     steps_from,
     tensors_expected,
     without_prefix,
 )
 from .folder import Entry, entries, read_header
-from .pickles import Distributed, Held, Inert, read_pickle, read_saved, saved_tensor, span_of
 
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SHARDING = "DCP_SHARDING_INFO"

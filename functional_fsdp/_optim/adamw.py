@@ -11,7 +11,7 @@ import torch
 from .._common.calls import provided, traced_as
 from .._common.device import as_rate
 from .._common.torch_names import fused_adamw_
-from .._runtime.given import Leaves
+from .._runtime.agreement import Leaves
 from .._spec.precision import Codec
 from .._storage import no_counts, summary, zeros
 from .optimizer import (

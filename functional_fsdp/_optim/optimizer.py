@@ -34,7 +34,7 @@ from .._common.errors import SpecError, TreeError
 from .._common.record import Collective, over_each_axis
 from .._common.torch_names import foreach_add_, pytree
 from .._plan.layout import Bucket
-from .._runtime.given import Leaves
+from .._runtime.agreement import Leaves
 from .._spec.spec import Spec
 from .._storage import FlatBuffer, at_home
 

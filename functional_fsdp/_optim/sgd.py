@@ -12,7 +12,7 @@ from .._common.calls import traced_as
 from .._common.device import as_rate, fused_sgd_takes
 from .._common.errors import SpecError
 from .._common.torch_names import fused_sgd_
-from .._runtime.given import Leaves
+from .._runtime.agreement import Leaves
 from .._storage import zeros
 from .optimizer import Setting, Tree, UpdatesSome, at, check_settings, fixed, groups_of, labels_in, numbers, tensors
 

@@ -52,7 +52,7 @@ from .._common.record import Collective
 from .._common.torch_names import FakeTensorMode, TorchDispatchMode, pytree
 from .._optim.optimizer import Sender, Tree, UpdatesSome, at, by_label, check_settings, labels_in
 from .._plan.layout import Bucket
-from .._runtime.given import Leaves
+from .._runtime.agreement import Leaves
 from .._storage import FlatBuffer, leaf_shards, no_counts
 from .prove import (
     HOST_READS,

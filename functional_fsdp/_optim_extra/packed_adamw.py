@@ -23,7 +23,7 @@ from .._common.errors import SpecError
 from .._optim.adamw import AdamW
 from .._optim.optimizer import Tree, UpdatesSome, count_missed, tensors
 from .._plan.layout import ALIGN
-from .._runtime.given import Leaves
+from .._runtime.agreement import Leaves
 from .._spec.precision import Codec, Planes
 from .._storage import FlatBuffer, padding, summary
 from ..codecs.kernels import update

@@ -30,7 +30,7 @@ from .._optim.optimizer import (
     put,
     tensors_of,
 )
-from .._runtime.given import Leaves
+from .._runtime.agreement import Leaves
 from .._storage import FlatBuffer
 
 Opts = dict[str, Any]

@@ -43,9 +43,9 @@ from .._optim.optimizer import (
     put,
 )
 from .._plan.layout import Bucket, Leaf
-from .._runtime.given import Leaves
+from .._runtime.agreement import Leaves
 from .._storage import FlatBuffer
-from .owners import Given, Homes, Moves, Owners, Part, back, cut, find_owners, homes, ordered, there
+from .muon import Given, Homes, Moves, Owners, Part, back, cut, find_owners, homes, ordered, there
 from .prove import Work, beside, give_names, hand_over, made, name_of, numbers_like, same, uncompiled
 
 Trees = dict[str, Tree]

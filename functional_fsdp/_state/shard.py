@@ -38,7 +38,6 @@ from .._common.errors import FsdpError, SpecError, TreeError, as_names, expect
 from .._common.torch_names import Fakes, FakeTensor, TorchDispatchMode, disable_current_modes, pytree, to_scalar
 from .._common.tree import flatten, match
 from .._engine.gathers import resolve_transport
-from .._nn.packed_weight import PackedWeight
 from .._nn.skeleton import is_dtensor, local_part, skeleton_of
 from .._optim.optimizer import as_optimizer, check_labels, initial
 from .._plan.layout import Bucket, Layout, Leaf, LeafInfo, Unit, plan_layout
@@ -49,9 +48,8 @@ from .._runtime.runtime import Runtime, runtime_of
 from .._spec.precision import FLOATS
 from .._spec.settings import describe_settings
 from .._spec.spec import Spec
-from .._storage import FlatBuffer, leaf_shards, no_scales, refresh, stored_as
-from .lineage import Lineage, Version
-from .state import State, buffers
+from .._storage import FlatBuffer, PackedWeight, leaf_shards, no_scales, refresh, stored_as
+from .state import Lineage, State, Version, buffers
 
 _with_dtensors, _cut_of = provided("axes.with_dtensors"), provided("axes.cut_of")
 _one_source = provided("one_source.OneSource")

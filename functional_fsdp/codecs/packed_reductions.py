@@ -23,7 +23,7 @@ from .._common.calls import provide, refuse, traced_as
 from .._common.errors import SpecError
 from .._common.record import Collective
 from .._plan.layout import STAGED, aligned
-from .._runtime.given import Leaves
+from .._runtime.agreement import Leaves
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.precision import START, Codec, Form, Planes
 from .._state.state import State

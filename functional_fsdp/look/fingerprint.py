@@ -41,10 +41,9 @@ from .._common.device import default_generator
 from .._common.errors import expect
 from .._common.torch_names import base_of, pytree
 from .._extend import by_unit, shards
-from .._nn.packed_weight import PackedWeight
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
-from .._storage import FlatBuffer, leaf_shards
+from .._storage import FlatBuffer, PackedWeight, leaf_shards
 from .._verbs import finish_reductions
 from .draw import FAINT, GREY, INK, Page, colours_of
 

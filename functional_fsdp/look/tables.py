@@ -29,7 +29,7 @@ from .._common.calls import provide
 from .._common.device import best_device, in_host_memory, keeps_released
 from .._common.torch_names import pytree
 from .._common.tree import bytes_text, table
-from .._host_memory.copy_lane import planned_transfer
+from .._host_memory import planned_transfer
 from .._plan.cursor import Cursor
 from .._plan.layout import Bucket, Layout
 from .._plan.plan import REDUCTIONS_AT_ONCE, Plan, PlannedUnit, make_plan, staging_slots

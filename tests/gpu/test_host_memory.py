@@ -15,7 +15,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp._common.device import clone_as, in_host_memory
-from functional_fsdp._host_memory.streamed import _GONE, host_memory
+from functional_fsdp._host_memory import _GONE, host_memory
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("fresh_workers")]
 

@@ -28,7 +28,7 @@ from functional_fsdp import ScheduleError, _capture, extend
 from functional_fsdp import transforms as T
 from functional_fsdp._capture import Arrival, Gone, Rooms, gone
 from functional_fsdp._exact_sums import ordered_sum
-from functional_fsdp._runtime.given import NewCounts
+from functional_fsdp._runtime.agreement import NewCounts
 from functional_fsdp._seams import Capture
 from functional_fsdp.extend import lineage_of
 from functional_fsdp.transforms._cuda_graph.capturing import GraphBuffers

@@ -18,9 +18,9 @@ from support.ranks import launch
 from support.tables import FULL, marked
 
 import functional_fsdp as fsdp
+from functional_fsdp import _host_memory
 from functional_fsdp import transforms as T
 from functional_fsdp._common.device import in_host_memory
-from functional_fsdp._host_memory import streamed
 from functional_fsdp._optim.optimizer import FILL
 
 HOST = "pinned_host"
@@ -81,7 +81,7 @@ def both(preset: str, optimizer: str, precision: Any, micro: int) -> list[Trees]
     params, model = fsdp.functionalize(net(torch.float32))
     found = []
     for kind, fill in (("device", 1), (HOST, 512), ({"main": HOST}, 1 << 20)):
-        setattr(streamed, "FILL", fill)  # noqa: B010
+        setattr(_host_memory, "FILL", fill)  # noqa: B010
         spec = spec_of(preset, kind, precision=precision)
         state = trained(fsdp.shard(params, spec, OPTIMIZERS[optimizer]()), model, 3, micro=micro)
         assert {in_host_memory(x.local) for x in buffers(state)} == {kind != "device"}
@@ -92,7 +92,7 @@ def both(preset: str, optimizer: str, precision: Any, micro: int) -> list[Trees]
         state = fsdp.finish_reductions(state)
         assert {in_host_memory(x.local) for x in state.grads.values() if x.local.numel()} == {kind == HOST}
         found.append(kept(fsdp.drop_gradients(state)))
-    setattr(streamed, "FILL", FILL)  # noqa: B010
+    setattr(_host_memory, "FILL", FILL)  # noqa: B010
     return found
 
 

@@ -26,7 +26,7 @@ from functional_fsdp import Optimizer, ScheduleError, Spec
 from functional_fsdp import transforms as T
 from functional_fsdp._capture import Capture, Fixed
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
-from functional_fsdp._runtime.given import ALL, FULL, LACKS, GradientMask, NewCounts, Seats
+from functional_fsdp._runtime.agreement import ALL, FULL, LACKS, GradientMask, NewCounts, Seats
 from functional_fsdp.transforms._cuda_graph.graphed import signature
 
 Tree = dict[str, Any]

@@ -19,7 +19,7 @@ import torch
 from functional_fsdp import Placement, Schedule, Spec, ddp, zero1, zero2, zero3
 from functional_fsdp._common.errors import FsdpError
 from functional_fsdp._extend import combined
-from functional_fsdp._optim_extra.owners import Part, find_owners
+from functional_fsdp._optim_extra.muon import Part, find_owners
 from functional_fsdp._plan.cursor import Cursor, advance, nominal
 from functional_fsdp._plan.layout import Bucket, Layout, Leaf, LeafInfo, plan_layout
 from functional_fsdp._plan.plan import Plan, make_plan

@@ -26,9 +26,9 @@ from support.problems import batch, loss_fn, mesh_and_placement, net
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_fsdp as fsdp
+from functional_fsdp import _host_memory
 from functional_fsdp import transforms as T
 from functional_fsdp._common.device import in_host_memory
-from functional_fsdp._host_memory import streamed
 from functional_fsdp._optim_extra.muon import Muon
 from functional_fsdp._runtime import runtime, stream_lanes
 from functional_fsdp._runtime.lanes import gloo
@@ -282,7 +282,7 @@ def trained(
     preset: str, kind: Any, overlap: bool, way: str, watched: bool
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Weights after three steps, in parts of 128 elements, and what raced, if that is watched."""
-    small = mock.patch.object(streamed, "FILL", 512), mock.patch.object(Muon, "fill", 512)
+    small = mock.patch.object(_host_memory, "FILL", 512), mock.patch.object(Muon, "fill", 512)
     with small[0], small[1], ordered() if watched else nullcontext() as order:
         params, model = fsdp.functionalize(net(torch.float32))
         mesh, _ = mesh_and_placement(preset)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import functional_fsdp as fsdp
-from functional_fsdp import extend
-from functional_fsdp._host_memory import streamed
+from functional_fsdp import _host_memory, extend
 
 CPU = torch.device("cpu")
 
@@ -81,8 +80,8 @@ def test_bytes_that_go_while_a_graph_is_captured_are_unpinned_after_it(monkeypat
     captured, unpinned = [True], []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured[0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: unpinned.append("the host waits"))
-    monkeypatch.setattr(streamed, "unpin", lambda host: unpinned.append(host.numel()))
-    one, two = (streamed.HostBytes(torch.zeros(n), pinned=True) for n in (3, 4))
+    monkeypatch.setattr(_host_memory, "unpin", lambda host: unpinned.append(host.numel()))
+    one, two = (_host_memory.HostBytes(torch.zeros(n), pinned=True) for n in (3, 4))
     del one  # in a capture neither may be asked for
     assert unpinned == []
     captured[0] = False

@@ -14,8 +14,8 @@ from support.streams import WAYS, Order, Ordered, ordered, trained
 from support.tables import marked
 
 import functional_fsdp as fsdp
+from functional_fsdp import _host_memory
 from functional_fsdp._engine.reductions import Staging
-from functional_fsdp._host_memory import streamed
 from functional_fsdp._runtime.runtime import runtime_of
 
 HOST = "pinned_host"
@@ -125,7 +125,7 @@ def test_two_lineages_share_lanes_and_race_with_nothing() -> None:
 # ---------------------------------------------------------------- each wait is needed
 
 
-class NeverFresh(streamed.Streamed):
+class NeverFresh(_host_memory.Streamed):
     """Its buffers are used as if compute had never had their memory."""
 
     @property
@@ -138,20 +138,20 @@ class NeverFresh(streamed.Streamed):
 
 
 def left_out(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    copies, taken, settle = streamed._copies, streamed._taken, Staging.settle
+    copies, taken, settle = _host_memory._copies, _host_memory._taken, Staging.settle
     if what in ("fetch", "store"):
         back = ("fetch", "store").index(what)
         monkeypatch.setattr(
-            streamed,
+            _host_memory,
             "_copies",
             lambda lanes, after, pairs, way: copies(lanes, after if way != back else [], pairs, way),
         )
     elif what == "update":
-        monkeypatch.setattr(streamed, "_taken", lambda lanes, after, *rest: taken(lanes, [], *rest))
+        monkeypatch.setattr(_host_memory, "_taken", lambda lanes, after, *rest: taken(lanes, [], *rest))
     elif what == "reduction":
-        monkeypatch.setattr(streamed, "_taken", lambda lanes, after, *rest: taken(lanes, after[:1], *rest))
+        monkeypatch.setattr(_host_memory, "_taken", lambda lanes, after, *rest: taken(lanes, after[:1], *rest))
     elif what == "fresh":
-        monkeypatch.setattr(streamed, "Streamed", NeverFresh)
+        monkeypatch.setattr(_host_memory, "Streamed", NeverFresh)
     else:
 
         def settled(staging: Staging) -> None:

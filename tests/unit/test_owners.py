@@ -13,7 +13,7 @@ from support.presets import AXES
 
 import functional_fsdp as fsdp
 from functional_fsdp import Spec, SpecError
-from functional_fsdp._optim_extra.owners import Hop, Moves, Owners, Slices
+from functional_fsdp._optim_extra.muon import Hop, Moves, Owners, Slices
 from functional_fsdp._plan.layout import Bucket
 
 SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=12)

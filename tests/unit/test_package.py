@@ -250,7 +250,7 @@ def test_nobody_asks_which_transport_it_is() -> None:
 #: each of these is about CUDA: lanes that are streams, the device, memory that GPUs share, processes that are given a
 #: GPU, and graphs
 CUDA = {
-    "_runtime/stream_lanes.py", "_host_memory/copy_lane.py", "_host_memory/streamed.py", "_common/device.py",
+    "_runtime/stream_lanes.py", "_host_memory.py", "_common/device.py",
     "_transports/auto.py", "_transports/peer_memory.py", "_launch/launch.py",
     "_launch/workers.py",
     "_cuda_graph/graphed.py", "_cuda_graph/capturing.py", "_cuda_graph/host_traffic.py",

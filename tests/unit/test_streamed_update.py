@@ -18,11 +18,10 @@ from support.streams import ordered
 from support.tables import each
 
 import functional_fsdp as fsdp
+from functional_fsdp import _host_memory, extend
 from functional_fsdp import _verbs as _step
-from functional_fsdp import extend
 from functional_fsdp._capture import Capture
 from functional_fsdp._common.device import clone_as, empty_as, host_memory, in_host_memory, zeros_as
-from functional_fsdp._host_memory import streamed
 from functional_fsdp._optim.optimizer import runs
 from functional_fsdp._optim_extra.muon import Muon
 
@@ -33,7 +32,7 @@ PARAMS = {"a": torch.arange(200.0), "b": torch.ones(7, 10)}  # three parts
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed, "FILL", 512)
+    monkeypatch.setattr(_host_memory, "FILL", 512)
 
 
 def made(kind: Any = HOST, optimizer: Any = None, **more: Any) -> fsdp.State:
@@ -65,7 +64,7 @@ class StoppedError(BaseException):
 @contextmanager
 def stopped_at(line: int) -> Iterator[list[int]]:
     """Raise before this line of the update's, in the order in which lines run. Gives how many there were."""
-    names, seen = {streamed.__name__, _step.__name__}, [0]
+    names, seen = {_host_memory.__name__, _step.__name__}, [0]
     verb = {"step", "_vote_and_take", "_take"}  # around the update
 
     def called(frame: FrameType, event: str, arg: Any) -> Any:
@@ -163,10 +162,10 @@ def test_what_is_kept_may_come_in_other_trees() -> None:
 
 def test_what_is_known_of_orders_of_buckets_is_bounded() -> None:
     state = made()
-    there = streamed.Streamed(CPU)
+    there = _host_memory.Streamed(CPU)
     for names in [["a"], ["b"], ["a", "b"], ["b", "a"]] * 3 + [["a"] * i for i in range(1, 20)]:
         assert [part.name for one in there.portions(state, dict.fromkeys(names)) for part in one.parts]  # type: ignore[arg-type]
-        assert len(there.found) <= streamed.ORDERS
+        assert len(there.found) <= _host_memory.ORDERS
 
 
 @pytest.mark.parametrize("like", [empty_as, zeros_as, clone_as])
@@ -260,7 +259,7 @@ def test_matrices_that_are_one_batch_are_so_in_the_host_s_memory(monkeypatch: py
     spec = fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data", memory_kind=HOST), labels={"m*": "matrix"})
     optimizer = fsdp.partition({"matrix": fsdp.muon(), "default": fsdp.adamw()})
     state = fsdp.shard(params, spec, optimizer)
-    found = streamed.Streamed(CPU).portions(state, tuple(state.main))
+    found = _host_memory.Streamed(CPU).portions(state, tuple(state.main))
     names = [[part.name for part in one.parts] for one in found]
     assert names == [*map(list, state.opt["matrix"].groups), ["v"]] == [["m4", "m3"], ["m2", "m1"], ["m0"], ["v"]]
 
