@@ -16,7 +16,7 @@ That is `Schedule(overlap_update=True)`; else compute updates everything after t
 Leaves that got no gradient stay as they are: the optimizer leaves them out (`update_some`), or they are kept and put
 back. A traced step (`_graph/traced.py`) has the same parts of the update.
 
-The verbs of a train step: unshard, release, reduce; `step` has a file of its own. State first in, state first out.
+The verbs of a train step: unshard, release, reduce. State first in, state first out.
 
     state ── unshard ──▶ weights ── your loss, torch.func ──▶ gradients ── reduce ──▶ state.grads ── step ──▶ state
 

@@ -1,4 +1,4 @@
-"""Transforms: small functions around a train step, each in a file of its own. The core does not know them."""
+"""Transforms: small functions around a train step. The core does not know them."""
 
 from . import collectives
 from ._compile.compile_units import compile_units

@@ -2,7 +2,7 @@
 
 Spans: tensors that lie in files, or in parts of several, read a run of elements at a time.
 
-    Entry    one run of bytes of a file (see `safetensors_file`)
+    Entry    one run of bytes of a file (see `folder`)
     Blob     the same, where only a look into the file says at which byte it begins
     Cut      parts of any of these kinds, each a box of the tensor, or a run of its elements
     Filled   one value everywhere, in no file

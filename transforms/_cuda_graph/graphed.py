@@ -24,7 +24,7 @@ cuda_graph: a whole train step captured once and replayed, one launch a step.
 
 The calls of such a function are in `graphed`, by `signature`; what a capture is in `capturing`, what a replay is in
 `captured_step`. While it is captured a step goes the way it went before: `questions`, `host_traffic`. Where the host
-reads from the device: `guarding`.
+reads from the device: `host_traffic`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Lifted: the weights of a driven model as a level of torch.func's has them, insid
     Samples     of a vmap    leaves of which each sample has one, so that gradients are each sample's
     Primals     of a vjp     in a jvp: leaves whose gradients move, by which the Hessian is multiplied
 
-A unit is gathered outside of all levels, see `levels`. Its weights are lifted where they enter a call. What a lift
+A unit is gathered outside of all levels, see `unit_calls`. Its weights are lifted where they enter a call. What a lift
 gathers for that lies beside the unit, from each of its gathers to its release; in a backward at the same address.
 """
 
