@@ -3,6 +3,7 @@
     python examples/benchmark_startup.py                                   # CPU (gloo): a tiny Llama on 2 ranks
     python examples/benchmark_startup.py --ranks 4 --size 8b --rounds 3    # GPUs (NCCL): Llama-3-8B
     python examples/benchmark_startup.py --ranks 1 --size 1b               # one GPU: Llama-3.2-1B
+    python examples/benchmark_startup.py --ranks 2 --families qwen2,vit    # models of `benchmark_families.py`
 
 | row       | what it is                                                                                             |
 |-----------|--------------------------------------------------------------------------------------------------------|
@@ -12,7 +13,8 @@
 
 Each row runs twice in a round: cold, with empty caches of Inductor and Triton, and warm, with those that the cold run
 left. Rows that shared a process would mislead: who comes second finds a warm cache. Python's modules are compiled to
-bytecode before, as pip does where it may write. The columns are seconds of rank 0:
+bytecode before, as pip does where it may write, and on GPUs both rows run once, uncounted, with two layers: whoever
+comes first reads libraries from the disk. The columns are seconds of rank 0:
 
 | column        | what it is                                                                       |
 |---------------|----------------------------------------------------------------------------------|
@@ -48,6 +50,7 @@ import warnings  # noqa: E402
 from argparse import Namespace  # noqa: E402
 from collections import Counter  # noqa: E402
 from collections.abc import Callable  # noqa: E402
+from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -74,39 +77,71 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SHAPES = {"tiny": (2, 64), "1b": (1, 4096), "8b": (1, 4096)}
 
-Step = Callable[[torch.Tensor], torch.Tensor]
+Batch = dict[str, torch.Tensor]
+Step = Callable[[Batch], torch.Tensor]
 
 
-def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+def loss_of(model: Any, **batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch).loss
     return loss
 
 
-def here(build: Callable[[], Any], mesh: Any, dtype: torch.dtype) -> Step:
+def llama(args: Namespace) -> tuple[Callable[[], Any], Callable[[torch.Generator], Batch]]:
+    """The model of a size, and its batches."""
+    import transformers
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    sizes = SIZES[args.size] | ({"num_hidden_layers": args.layers} if args.layers else {})
+    transformers.AttentionInterface.register("causal", sdpa_attention_forward)  # which needs no mask on the host
+    config = transformers.LlamaConfig(**sizes, use_cache=False, attn_implementation="causal")  # type: ignore[call-arg]
+
+    def batch(draw: torch.Generator) -> Batch:
+        ids = torch.randint(1, config.vocab_size, SHAPES[args.size], generator=draw)
+        return {"input_ids": ids, "labels": ids}
+
+    return (lambda: transformers.LlamaForCausalLM(config)), batch
+
+
+def without_cache(make: Callable[[], Any]) -> Any:
+    """The model, whose layers do not differ by their place in a cache of keys and values."""
+    model = make()
+    for part in model.modules():
+        if hasattr(getattr(part, "config", None), "use_cache"):
+            part.config.use_cache = False
+    return model
+
+
+def here(build: Callable[[], Any], mesh: Any, dtype: torch.dtype, args: Namespace) -> Step:
     import functional_fsdp as fsdp
     from functional_fsdp import transforms as T
 
     cuda = mesh.device_type == "cuda"
     spec = fsdp.Spec(mesh, precision=fsdp.Precision(compute=dtype), schedule=fsdp.Schedule(overlap_update=True))
     state, model = fsdp.init(build, spec, fsdp.adamw(lr=LR), seed=0)
-    forward_backward = T.forward_backward(model, loss_of, compile=True)
+    forward_backward: Any = T.forward_backward(model, loss_of, compile=True)
 
-    def train_step(state: fsdp.State, ids: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
-        state, loss = forward_backward(state, ids)
+    def train_step(state: fsdp.State, batch: Batch) -> tuple[fsdp.State, torch.Tensor]:
+        state, loss = forward_backward(state, **batch)
         return fsdp.step(state), loss
 
-    run: Any = T.cuda_graph(train_step) if cuda else train_step
+    reads: Any = {"host_reads": "guard"} if args.family else {}  # some of them look at values
+    run: Any = T.cuda_graph(train_step, **reads) if cuda else train_step
     kept = [state]
 
-    def step(ids: torch.Tensor) -> torch.Tensor:
-        kept[0], loss = run(kept[0], ids)
+    def step(batch: Batch) -> torch.Tensor:
+        kept[0], loss = run(kept[0], batch)
         return loss
 
     return step
 
 
-def fsdp2(build: Callable[[], Any], mesh: Any, dtype: torch.dtype) -> Step:
+def fsdp2(build: Callable[[], Any], mesh: Any, dtype: torch.dtype, args: Namespace) -> Step:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if args.family:
+        import benchmark_families
+
+        return benchmark_families.fsdp2(build, mesh, dtype, compile=True)
 
     with torch.device("meta"):
         model = build()
@@ -127,8 +162,8 @@ def fsdp2(build: Callable[[], Any], mesh: Any, dtype: torch.dtype) -> Step:
         model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, fused=True)
 
-    def step(ids: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(model, ids)
+    def step(batch: Batch) -> torch.Tensor:
+        loss = loss_of(model, **batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -196,10 +231,12 @@ def events(before: set[str]) -> dict[str, int]:
 
 def worker(args: Namespace) -> None:
     """One rank of one row, in a process of its own. Rank 0 prints the seconds as JSON."""
-    import transformers
-    from transformers import LlamaForCausalLM
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    if args.family:
+        import benchmark_families
 
+        made, batch = benchmark_families.FAMILIES[args.family](torch.cuda.device_count() > 0)
+    else:
+        made, batch = llama(args)
     if args.worker == "here":
         importlib.import_module("functional_fsdp.transforms")
     warnings.simplefilter("ignore")
@@ -234,21 +271,18 @@ def worker(args: Namespace) -> None:
     begin = time.time()
     last[:] = begin, cpu_seconds()
     imported = set(sys.modules)
-    sizes = SIZES[args.size] | ({"num_hidden_layers": args.layers} if args.layers else {})
-    transformers.AttentionInterface.register("causal", sdpa_attention_forward)  # which needs no mask on the host
-    config = transformers.LlamaConfig(**sizes, use_cache=False, attn_implementation="causal")  # type: ignore[call-arg]
     dtype = torch.bfloat16 if cuda else torch.float32
     if args.calls:
         calls.start()
     watch = T.startup(progress=False)
     report = watch.__enter__()
-    step = (here if args.worker == "here" else fsdp2)(lambda: LlamaForCausalLM(config), mesh, dtype)
+    step = (here if args.worker == "here" else fsdp2)(partial(without_cache, made), mesh, dtype, args)
     mark("build")
     draw = torch.Generator().manual_seed(1 + dist.get_rank())
     loss = None
     for number in range(STEPS):
-        ids = torch.randint(1, config.vocab_size, SHAPES[args.size], generator=draw).to(kind)
-        loss = step(ids)
+        given = {name: part.to(kind) for name, part in batch(draw).items()}
+        loss = step({name: part.to(dtype) if part.is_floating_point() else part for name, part in given.items()})
         mark(str(number + 1))
     end = time.time()
     watch.__exit__(None, None, None)
@@ -288,6 +322,7 @@ def ran(row: str, args: Namespace, caches: Path) -> dict[str, Any]:
         "OMP_NUM_THREADS": "1" if not torch.cuda.device_count() else os.environ.get("OMP_NUM_THREADS", "8"),
     }  # fmt: skip
     given = ["--worker", row, "--size", args.size, "--layers", str(args.layers), "--calls", str(args.calls)]
+    given += ["--family", args.family]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
     done = subprocess.run([*command, __file__, *given], env=environment, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -297,22 +332,9 @@ def ran(row: str, args: Namespace, caches: Path) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--layers", type=int, default=0, help="another number of layers")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--only", default=",".join(ROWS))
-    parser.add_argument("--calls", type=int, default=0, help="so many functions of each column, by seconds within")
-    parser.add_argument("--json", help="where the seconds go, as JSON")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        return worker(args)
+def compared(args: Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Rows of one model, in alternating order; printed."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    compiled = tempfile.TemporaryDirectory()
-    bytecode(Path(compiled.name))
     for number in range(args.rounds):
         rows = args.only.split(",")
         for row in rows if number % 2 == 0 else rows[::-1]:
@@ -341,8 +363,36 @@ def main() -> None:
         if all((row, kind) in middle for row in ROWS):
             ratios = [middle["here", kind][name] / middle["FSDP2", kind][name] for name in ("sixth", "whole")]
             print(f"{kind}: here / FSDP2: to the sixth step {ratios[0]:.2f}, from the process's start {ratios[1]:.2f}")
-    if args.json:
-        Path(args.json).write_text(json.dumps({" ".join(key): value for key, value in found.items()}, indent=1))
+    return {" ".join(key): value for key, value in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--layers", type=int, default=0, help="another number of layers")
+    parser.add_argument("--families", help="models of `benchmark_families.py` instead, by comma")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--only", default=",".join(ROWS))
+    parser.add_argument("--calls", type=int, default=0, help="so many functions of each column, by seconds within")
+    parser.add_argument("--json", help="where the seconds go, as JSON")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--family", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return worker(args)
+    compiled = tempfile.TemporaryDirectory()
+    bytecode(Path(compiled.name))
+    for row in args.only.split(",") if torch.cuda.device_count() else ():
+        with tempfile.TemporaryDirectory() as folder:
+            ran(row, Namespace(**vars(args) | {"size": "1b", "layers": 2, "calls": 0}), Path(folder))
+    found: dict[str, Any] = {}
+    for family in args.families.split(",") if args.families else [""]:
+        args.family, name = family, family or args.size
+        print(f"\n{name}")
+        found[name] = compared(args)
+        if args.json:
+            Path(args.json).write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

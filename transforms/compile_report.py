@@ -25,6 +25,7 @@ from ._drive.driver import Driver, eager_only
 from ._drive.forward_backward import ForwardBackward
 
 MARGIN, LEAST = 1.1, 50e-6  # what counts as slower: by this factor, and by so many seconds
+SOME = 2  # graphs of a class that need no explanation: layers often alternate
 WHOLE = 1.03  # and of forward and backward, where the clock sees less
 
 
@@ -35,12 +36,15 @@ class ClassTimes:
     Attributes:
         name: the class. paths: its modules, by path.
         eager: as Python runs it. compiled: as it was compiled.
+        graphs: how often it was compiled, since modules, inputs or modes differ. differ: in what, the last time.
     """
 
     name: str
     paths: tuple[str, ...]
     eager: float
     compiled: float
+    graphs: int = 1
+    differ: str = ""
 
     @property
     def slower(self) -> bool:
@@ -69,10 +73,17 @@ class CompileReport:
 
     def __str__(self) -> str:
         width = max(12, *(len(one.name) for one in self.classes))
-        lines = [f"{'class':{width}}  modules  eager ms  compiled ms   (the host, a forward call)"]
+        lines = [f"{'class':{width}}  modules  graphs  eager ms  compiled ms   (the host, a forward call)"]
         for one in self.classes:
-            times = f"{1e3 * one.eager:8.3f}  {1e3 * one.compiled:11.3f}"
+            times = f"{one.graphs:6}  {1e3 * one.eager:8.3f}  {1e3 * one.compiled:11.3f}"
             lines.append(f"{one.name:{width}}  {len(one.paths):7}  {times}{'   slower' if one.slower else ''}")
+        for one in self.classes:
+            if one.graphs > SOME:
+                lines.append(
+                    f"{one.name} was compiled {one.graphs} times, since calls differ, the last time in {one.differ}. "
+                    "Each is traced alone. Of models of transformers the cache of keys and values is the usual cause: "
+                    "use_cache=False."
+                )
         both = f"eager {1e3 * self.eager:.1f} ms, compiled {1e3 * self.compiled:.1f} ms"
         return "\n".join([*lines, f"forward and backward, until devices are done: {both}.", self._advice()])
 
@@ -115,10 +126,14 @@ def _report(
                 state, seconds = run(eager)
                 whole[eager].append(seconds)
                 state, _ = run(eager, host[eager])
+    codes = {cls: code for compiler in compilers for (cls, _), code in compiler.codes.items()}
     classes = [
-        ClassTimes(cls.__name__, tuple(sorted(clock.paths[cls])), median(host[True][cls]), median(calls))
+        ClassTimes(
+            cls.__name__, tuple(sorted(clock.paths[cls])), median(host[True][cls]), median(calls),
+            codes[cls].graphs(), codes[cls].why(),
+        )
         for cls, calls in host[False].items()
-    ]
+    ]  # fmt: skip
     return state, CompileReport(tuple(classes), median(whole[True]), median(whole[False]))
 
 

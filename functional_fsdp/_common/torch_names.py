@@ -228,6 +228,11 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_ga
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def is_connected(group: Any, device: torch.device) -> bool:
+    """Whether NCCL has connected the ranks of a group. A debugging wrapper does not say: True."""
+    return bool(getattr(group._get_backend(device), "_is_initialized", lambda: True)())
+
+
 def symmetric_memory() -> Any:
     """The module: `empty`, `rendezvous`, `get_backend`, `set_backend`."""
     import torch.distributed._symmetric_memory as found
@@ -273,7 +278,8 @@ def compilations_of(code: CodeType) -> int:
 def recompile_reason(code: CodeType) -> str:
     """What kept the last call of a code object from taking one of its compilations; "" if nothing did."""
     found = dynamo().utils.guard_failures.get(code)
-    return found[-1].strip().splitlines()[0].partition(": ")[2] if found else ""
+    said = found[-1].strip().splitlines()[0].partition(": ")[2] if found else ""
+    return " ".join(said.partition(" (HINT")[0].split())
 
 
 def functorch_config() -> Any:

@@ -209,6 +209,7 @@ class HostLanes:
         backend: of the communicators.
         waits_on_host: whether it is the host that waits. Then it hears of its peers meanwhile, what has been released
             is free, and waiting may fail. Else streams wait for each other, and what the host frees may be in use.
+        connects: whether communicators are connected by their first collectives; see `StreamLanes.connect`.
         copies_on_lanes: whether gradients are copied into staging by the lane, beside compute: until then they stay.
         collective: one collective of a lane, as a part of a job; see `Runtime.collective`. exchange: of "control".
         queues: jobs of the host, by lane. (On GPUs those of "control" only.)
@@ -217,7 +218,7 @@ class HostLanes:
 
     backend = "gloo"
     waits_on_host = True
-    copies_on_lanes = False
+    connects = copies_on_lanes = False
     collective = exchange = staticmethod(gloo)
 
     def __init__(self, run: Agreement) -> None:

@@ -6,8 +6,9 @@ the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ import torch.distributed as dist
 
 from .._common.calls import provided, uninterruptible
 from .._common.record import LANES, Collective, Mark, Steps
-from .._common.torch_names import all_gather_single, current_stream, reduce_scatter_single, set_stream
+from .._common.torch_names import all_gather_single, current_stream, is_connected, reduce_scatter_single, set_stream
 from .agreement import Agreement
 from .lanes import OPS, HostLanes, Job
-from .restart import twin
+from .restart import POLL, twin
 
 _signals = provided("transports.Signals")
 STREAMS = ("gather", "reduce", "outer", "update", "fetch", "store")
@@ -30,6 +31,7 @@ class StreamLanes(HostLanes):
     backend = "nccl"
     waits_on_host = False
     copies_on_lanes = True
+    connects = True
 
     def __init__(self, run: Agreement) -> None:
         super().__init__(run)
@@ -41,6 +43,7 @@ class StreamLanes(HostLanes):
         self.graph = torch.cuda.Event()  # its end
         self.issues = self.skips = 0  # collectives that the job has issued, and that its twin leaves out
         self.signals: dict[str, Any] = {}  # by axis: barriers
+        self.connecting: list[threading.Thread] = []
 
     # ---- streams
 
@@ -130,6 +133,8 @@ class StreamLanes(HostLanes):
         """What is logged is issued, even if an interrupt comes. If the job's own code raises, what it did not issue is
         issued for those who wait."""
         run = self.run
+        if self.connecting:  # an interrupt came through in `connected`
+            self.connected()
         if hops and run.size > 1:
             run.logs[lane].append(hops)
         self.issues = 0
@@ -195,6 +200,37 @@ class StreamLanes(HostLanes):
             dist.all_reduce(out, op=OPS[hop.op], group=group)
         self.issues += 1  # not if it raised: peers wait for it
         yield from ()
+
+    def unconnected(self) -> list[str]:
+        """The lanes that each step uses whose ranks NCCL has not connected yet."""
+        found = ((lane, self.run.groups[lane, axis]) for axis in self.run.sizes for lane in ("gather", "reduce"))
+        return [lane for lane, group in found if not is_connected(group, self.device)]
+
+    def connect(self, lanes: Collection[str]) -> None:
+        """Begin to connect the ranks of these lanes, each on a thread. Collective. NCCL does it when the first
+        collective of a kind is issued, and holds up whoever issues that, for 0.3 to 0.4 s a lane."""
+        for lane in lanes:
+            self.connecting.append(threading.Thread(target=self._connect, args=(lane,), daemon=True))
+            self.connecting[-1].start()
+
+    def _connect(self, lane: str) -> None:
+        """Issue a collective of the lane's kind, of a few bytes."""
+        run = self.run
+        with suppress(Exception), torch.cuda.device(self.device), torch.cuda.stream(self.lanes[lane]):
+            (axis,) = run.sizes
+            every, one = (torch.zeros(n, device=self.device) for n in (run.size, 1))
+            if lane == "gather":
+                all_gather_single(every, one, group=run.groups[lane, axis])
+            else:
+                reduce_scatter_single(one, every, group=run.groups[lane, axis])
+
+    def connected(self) -> None:
+        """Wait until all are connected, or a rank has ended. What has failed fails again, and says why, where it is
+        used."""
+        while self.connecting:
+            self.connecting[-1].join(POLL.total_seconds())
+            if not self.connecting[-1].is_alive() or self.run.gone():
+                self.connecting.pop()
 
     def signalling(self, axis: str) -> None:
         if axis not in self.signals:

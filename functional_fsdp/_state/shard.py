@@ -23,7 +23,8 @@ import copy
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -37,7 +38,7 @@ from .._common.device import checksum, forked_random, host_memory, make_room, se
 from .._common.errors import FsdpError, SpecError, TreeError, as_names, expect
 from .._common.torch_names import Fakes, FakeTensor, TorchDispatchMode, disable_current_modes, pytree, to_scalar
 from .._common.tree import flatten, match
-from .._engine.gathers import resolve_transport
+from .._engine.gathers import CollectiveTransport, resolve_transport
 from .._nn.skeleton import is_dtensor, local_part, skeleton_of
 from .._optim.optimizer import as_optimizer, check_labels, initial
 from .._plan.layout import Bucket, Layout, Leaf, LeafInfo, Unit, plan_layout
@@ -211,7 +212,7 @@ def shard(
             topics.append(source.topic(buffers or {}))
         return (infos, paths, treedef, values, spec_, plan), topics
 
-    with Joint(run, "shard") as joint:
+    with Joint(run, "shard") as joint, connecting(joint, spec, optimizer is not None):
         infos, paths, treedef, values, spec, plan = agree(joint, "what is given", look)
         spec, plan = resolve_transport(spec, infos, paths, plan)
         said = "{path: tensor}, as fsdp.buffers(model) gives"
@@ -224,6 +225,25 @@ def shard(
             return values if source is None else source.of_unit(unit, values)
 
         return build(joint, plan, spec, optimizer, treedef, fetch, held, local_buffers, seed, src=src)
+
+
+@contextmanager
+def connecting(joint: Joint, spec: Spec, trains: bool) -> Iterator[None]:
+    """Meanwhile, on a mesh of one axis, connect the communicators of a step's collectives, if all ranks were given such
+    a spec. The first step would do it, and be held up. Collective."""
+    run = joint.run
+    if not (run.lanes.connects and run.groups and len(run.sizes) == 1):
+        yield
+        return
+    collective = type(spec.transport) is CollectiveTransport
+    mine = [lane for lane in run.lanes.unconnected() if collective and (trains or lane == "gather")]
+    every = joint(lambda: mine, "what is connected")
+    if all(one == mine for one in every):
+        run.lanes.connect(mine)
+    try:
+        yield
+    finally:
+        run.lanes.connected()
 
 
 def needs_spec(where: str, spec: Spec) -> Spec:
@@ -639,7 +659,7 @@ def init(
             skeleton = skeleton_of(module, spec_)
         return (infos, paths, treedef, recorder, views, skeleton, fill, spec_, plan), topics
 
-    with Joint(run, "init") as joint:
+    with Joint(run, "init") as joint, connecting(joint, spec, optimizer is not None):
         infos, paths, treedef, recorder, views, skeleton, fill, spec, plan = agree(joint, "what is given", look)
         spec, plan = resolve_transport(spec, infos, paths, plan)
 

@@ -27,6 +27,8 @@ from support.transactions import (
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
+from functional_fsdp._launch.launch import stop_workers
+from functional_fsdp._runtime.runtime import runtime_of
 
 RANKS = 2
 
@@ -188,3 +190,20 @@ def one_rank_is_late() -> float:
 
 def test_reduce_does_not_wait_for_other_ranks() -> None:
     assert launch(one_rank_is_late, nprocs=RANKS)[0] < 1.0
+
+
+def connected(trains: bool) -> tuple[list[str], float]:
+    mesh = fsdp.local_mesh()
+    lanes: Any = runtime_of(mesh).lanes
+    before = {*lanes.unconnected()}
+    state = fsdp.shard({"w": torch.ones(64)}, fsdp.Spec(mesh), fsdp.sgd(lr=0.1) if trains else None)
+    after = {*lanes.unconnected()}
+    return sorted(before - after), fsdp.full_params(state)["w"].sum().item()
+
+
+@pytest.mark.parametrize(("trains", "lanes"), [(True, ["gather", "reduce"]), (False, ["gather"])])
+def test_communicators_of_a_step_are_connected_while_a_state_is_made(trains: bool, lanes: list[str]) -> None:
+    """In workers of their own, whose communicators nobody has used."""
+    stop_workers()
+    assert launch(connected, (trains,), nprocs=RANKS) == [(lanes, 64.0)] * RANKS
+    assert launch(connected, (trains,), nprocs=RANKS) == [([], 64.0)] * RANKS

@@ -134,17 +134,16 @@ def test_named_modules_and_an_exception_in_the_middle() -> None:
 
 
 def text(eager: float, compiled: float, *classes: tuple[str, float, float]) -> str:
-    return str(
-        T.CompileReport(tuple(T.ClassTimes(name, ("a", "b"), *times) for name, *times in classes), eager, compiled)
-    )
+    times = tuple(T.ClassTimes(name, ("a", "b"), own, other) for name, own, other in classes)
+    return str(T.CompileReport(times, eager, compiled))
 
 
 def test_what_a_report_says() -> None:
     slow, fast = ("Layer", 1e-3, 1.2e-3), ("Head", 1e-3, 0.5e-3)
     found = text(0.109, 0.144, slow, fast).splitlines()
     assert found[1:3] == [
-        "Layer               2     1.000        1.200   slower",
-        "Head                2     1.000        0.500",
+        "Layer               2       1     1.000        1.200   slower",
+        "Head                2       1     1.000        0.500",
     ]
     assert found[3] == "forward and backward, until devices are done: eager 109.0 ms, compiled 144.0 ms."
     assert found[4].startswith(
@@ -165,3 +164,48 @@ def test_what_is_not_compiled_is_refused() -> None:
     none = "compile_report: nothing is compiled here. Give T.forward_backward(model, loss_fn, compile="
     for given, text in ((skeleton, said), (eager, none)):
         refused((lambda: report(given, state, torch.ones(2, 3)), text))  # type: ignore[arg-type]  # noqa: B023
+
+
+class Numbered(nn.Module):
+    """A layer that goes by its number, as one that has a cache for its keys does."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.inner = number, nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, kept: tuple[float, ...]) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x) * kept[self.number]
+        return out
+
+
+class Stack(nn.Module):
+    def __init__(self, numbers: tuple[int, ...]) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)  # the input of all layers has a gradient
+        self.layers = nn.ModuleList(Numbered(number) for number in numbers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, (1.0, 2.0, 3.0, 4.0))
+        return x
+
+
+@each_rank(1)
+def test_layers_that_are_compiled_one_by_one_are_named() -> None:
+    """And in what they differ."""
+    said = []
+    for numbers in ((0, 0, 0, 0), (0, 1, 2, 3)):
+        params, skeleton = fsdp.functionalize(Stack(numbers))
+        state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh("cpu", data=-1)), fsdp.adamw(lr=1e-2))
+        run = T.forward_backward(skeleton, lambda model, x: model(x).sum(), compile={"backend": "aot_eager"})
+        report = T.compile_report(run, state, torch.ones(4, 6), rounds=1)[1]
+        (one,) = report.classes
+        said.append(
+            (
+                one.graphs,
+                one.differ.startswith("what.number == 0 # out: torch.Tensor"),
+                "Numbered was compiled 4 times" in str(report),
+            )
+        )
+    assert said == [(1, False, False), (4, True, True)]

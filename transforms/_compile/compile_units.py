@@ -192,15 +192,16 @@ class Code:
             config.skip_nnmodule_hook_guards = skips
 
     def _first(self, args: Any, kwargs: Any) -> Any:
-        config, before = self.dynamo.config, self._entries()
+        config, before = self.dynamo.config, self.graphs()
         try:
             with waiting(), config.patch(NO_LIMIT), torch_private.functorch_config().patch(with_backward()):
                 return self.run(*args, **kwargs)
         finally:
-            self.firsts += max(self._entries() - before, 0)
-            self.raised = self.raised or self._entries() >= config.recompile_limit
+            self.firsts += max(self.graphs() - before, 0)
+            self.raised = self.raised or self.graphs() >= config.recompile_limit
 
-    def _entries(self) -> int:
+    def graphs(self) -> int:
+        """How many compilations there are."""
         return torch_private.compilations_of(self.frame)
 
     def why(self) -> str:
