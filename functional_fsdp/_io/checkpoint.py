@@ -42,7 +42,7 @@ from .._common.calls import alone, outside_inference
 from .._common.device import empty_as, zeros_as
 from .._common.errors import CheckpointError, FsdpError, RestartError, SpecError, TreeError, as_names, as_path
 from .._common.torch_names import pytree
-from .._common.tree import flatten
+from .._common.tree import dotted, flatten
 from .._engine.gathers import resolve_transport
 from .._optim.optimizer import as_optimizer, initial
 from .._plan.layout import LeafInfo
@@ -203,9 +203,8 @@ def with_extras(path: Path, note: Mapping[str, Any], there: Mapping[str, Tensor]
             "state that is loaded has the extras of the checkpoint.",
             stacklevel=2,
         )
-    lacking = [one for one in note["extras"] if one[0][0] not in state.extras]
     own = {name: value for name, value in state.extras.items() if name not in left}
-    return state._evolve(extras={**own, **_tree(path, "extras", {"extras": lacking}, there, state)})
+    return state._evolve(extras={**own, **_tree(path, "extras", note, there, state)})
 
 
 def _is_empty(tree: Any) -> bool:
@@ -247,7 +246,7 @@ def _nested(tree: Any) -> Any:
 def _tree(
     path: Path, field: str, note: Mapping[str, Any], there: Mapping[str, Tensor], state: State | None = None
 ) -> dict[str, Any]:
-    """Extras or buffers, of zeros."""
+    """Extras or buffers, of zeros; of extras those that the state lacks."""
     if note[field] is None:
         raise TreeError(
             f"load: {path} has {field} whose keys are not all text. Give a state that has them: "
@@ -255,8 +254,11 @@ def _tree(
         )
     made: dict[str, Any] = {}
     placed = by_place(there)
-    for keys, kind in note[field]:
-        name = ".".join((field, *keys))
+    spelt = dotted([[pytree.MappingKey(key) for key in keys] for keys, _ in note[field]])  # as it was saved
+    for (keys, kind), own in zip(note[field], spelt, strict=True):
+        if state is not None and keys[0] in state.extras:
+            continue
+        name = ".".join(filter(None, (field, ".".join(keys) if kind == "leaf" else own)))
         found: Any
         if kind == "leaf":
             assert state is not None

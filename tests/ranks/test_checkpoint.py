@@ -560,6 +560,20 @@ def test_extras_are_those_of_the_checkpoint(tmp_path: Path) -> None:
         fsdp.load(full, like=apart)
 
 
+@pytest.mark.parametrize("tree", [{"": 1.0}, {"a.b": 1.0, "a": {"b": 2.0}}], ids=["no text", "alike"])
+def test_extras_and_buffers_by_keys_that_read_alike_or_like_nothing(tree: dict[str, Any], tmp_path: Path) -> None:
+    """With a spec, and into a state that has some of them."""
+    held = pytree.tree_map(torch.tensor, tree)
+    spec = fsdp.Spec(fsdp.local_mesh())
+    state = fsdp.replace_extras(fsdp.shard({"w": torch.ones(5)}, spec, fsdp.sgd(), buffers=held), **held)
+    path = fsdp.save(state, tmp_path / "there")
+    some = fsdp.shard({"w": torch.ones(5)}, spec, fsdp.sgd(), buffers=held)
+    some = fsdp.replace_extras(some, **dict([*held.items()][1:]))
+    for loaded in (fsdp.load(path, spec, fsdp.sgd()), fsdp.load(path, like=some)):
+        assert pytree.tree_map(float, dict(loaded.extras)) == tree
+        assert pytree.tree_map(float, dict(loaded.buffers)) == tree
+
+
 def test_leaves_that_cannot_be_written(tmp_path: Path) -> None:
     for extra, kind in ((torch.ones(2).to_sparse(), "layout torch.sparse_coo"), ("text", "holds a str")):
         with pytest.raises(fsdp.TreeError, match=f"State.extras holds a .*{kind.split()[-1]}.* at 'x'"):
