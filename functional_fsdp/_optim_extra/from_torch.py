@@ -164,7 +164,8 @@ class AllLeaves(WholeLeaves):
                     job = Job(leaf, weights.dtype, weights, grad if has else None, kept.rows.get(leaf.path, {}),
                               kept.numbers[leaf.path])  # fmt: skip
                     jobs.append(job)
-        self._step(LABEL, jobs, rates)
+        if jobs:  # of leaves without elements there are none
+            self._step(LABEL, jobs, rates)
         kept.put_numbers()
         for buffer in (*main.values(), *kept.tensors):
             start, stop = buffer.span()

@@ -709,6 +709,13 @@ def test_all_leaves_together_say_what_they_hold() -> None:
         fsdp.from_torch(Grows, by="all", lr={"bias": 0.1, "default": 0.2})
 
 
+@pytest.mark.parametrize("by", ["elementwise", "leaf", "all"])
+def test_leaves_without_elements_alone(by: str) -> None:
+    state = fsdp.shard({"w": torch.ones(0, 2)}, Spec(fsdp.local_mesh()), fsdp.from_torch(torch.optim.AdamW, by=by))
+    state = fsdp.step(fsdp.reduce(state, {"w": torch.ones(0, 2)}))
+    assert fsdp.full_params(state)["w"].shape == (0, 2)
+
+
 class TurnsLater(ByParameter):
     """Its sign from the thirtieth step on, and normalized in the fortieth."""
 
