@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -227,6 +228,12 @@ def test_a_call_without_a_state_is_refused() -> None:
         graphed(data(), made())
 
 
+@dataclass(frozen=True)
+class Said:
+    value: object
+    more: int = field(default=0, compare=False)
+
+
 def test_a_signature_is_shapes_dtypes_and_what_is_no_tensor() -> None:
     state = made()
 
@@ -237,6 +244,8 @@ def test_a_signature_is_shapes_dtypes_and_what_is_no_tensor() -> None:
     assert of(x, 1) == of(x + 1, 1)
     assert len({of(x), of(x.double()), of(x[:2]), of(x, 1), of(x, 1.0), of(x, True), of([x]), of({"x": x})}) == 8
     assert of(x, frozenset({1, 2})) == of(x, frozenset({2, 1}))
+    told = [Said(1), Said(True), Said(0.0), Said(-0.0), Said(1, 2), Said((1, 2)), Said((True, 2))]
+    assert len({of(x, one) for one in (*told, *map(copy.copy, told))}) == len(told)
     with pytest.raises(TreeError, match="one state, its first argument"):
         of(state)
     with pytest.raises(TreeError, match=r"the batch has a ndarray.*Pass it as a tensor"):

@@ -8,7 +8,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -440,6 +440,24 @@ def test_arguments_that_never_change_are_compared() -> None:
         assert programs.count == 1
         step(state, X, [*FIXED[:-1], 5], choice=Choice.LARGE)
         assert programs.count == 2
+
+
+@dataclass(frozen=True)
+class Scale:
+    of: float
+    name: str = field(default="", compare=False)
+
+
+def test_arguments_that_are_equal_and_not_the_same_are_traced_anew() -> None:
+    """-0.0, and a field of a frozen dataclass that is not compared."""
+    state, model = state_of(Layers())
+    train_step = step_of(model)
+    step = T.compile(lambda state, x, said: train_step(state, x * len(repr(said))), "aot_eager")
+    with Counted() as programs:
+        for _ in range(2):
+            for said in (Scale(0.0), Scale(-0.0), Scale(0.0, "two")):
+                state, _ = step(state, X, said)
+        assert programs.count == 3
 
 
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])

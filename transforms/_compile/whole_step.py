@@ -244,7 +244,22 @@ def kind_of(leaf: Any) -> Any:
     """What has to be equal of a leaf."""
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout
-    return type(leaf), leaf
+    return type(leaf), leaf, exact(leaf)
+
+
+def exact(value: Any) -> Any:
+    """Equal for values that no Python can tell apart, where `==` says so of more: of 0.0 and -0.0, and, in a frozen
+    dataclass, of 1 and True, and whatever a field holds that is not compared."""
+    found: Any = value
+    if isinstance(value, frozenset):
+        found = frozenset(map(exact, value))
+    elif isinstance(value, tuple):
+        found = (*map(exact, value),)
+    elif _frozen(value):
+        found = tuple(exact(getattr(value, field.name)) for field in fields(value))
+    elif isinstance(value, float | complex | decimal.Decimal) or _of_numpy(value):
+        found = repr(value)
+    return type(value), found
 
 
 class StepCall:
@@ -327,10 +342,20 @@ def _fixed(value: Any) -> bool:
         return _fixed(value.__self__)
     if isinstance(value, partial):
         return all(map(_fixed, (value.func, *value.args, *value.keywords.values())))
-    if is_dataclass(value) and not isinstance(value, type) and type(value).__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    if _frozen(value):
         return all(_fixed(getattr(value, field.name)) for field in fields(value))
+    return isinstance(value, FIXED) or _of_numpy(value)
+
+
+def _frozen(value: Any) -> bool:
+    """Whether a value is a frozen dataclass."""
+    return is_dataclass(value) and not isinstance(value, type) and type(value).__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def _of_numpy(value: Any) -> bool:
+    """Whether a value is a number of NumPy's."""
     numpy: Any = sys.modules.get("numpy")
-    return isinstance(value, FIXED) or (numpy is not None and isinstance(value, numpy.generic))
+    return numpy is not None and isinstance(value, numpy.generic)
 
 
 DEVICES = ("cpu", "cuda")

@@ -47,6 +47,7 @@ from functional_fsdp._seams import Capture, NewCounts, Veto, Vetoed, outside_inf
 from functional_fsdp.extend import Ranks, all_reduce, check_between_steps, lineage_of, ranks_of
 
 from .._compile.startup import waiting
+from .._compile.whole_step import exact
 from .._seed import again_from, check_draws, reseed
 from .capturing import KEPT, GraphBuffers, captured, root_of, stale_streams_followed
 from .host_traffic import Answering, Guard, Randoms, Recording, Sides, Steadiness
@@ -129,17 +130,15 @@ def signature(state: State, leaves: list[Any], treedef: Any) -> Any:
             found.append((tuple(leaf.shape), leaf.dtype))
         elif isinstance(leaf, State):
             raise TreeError("cuda_graph: a State among the batch; a captured step has one state, its first argument.")
-        elif isinstance(leaf, float):
-            found.append(leaf.hex())
         else:
             try:
-                hash(leaf)
+                hash(kind := exact(leaf))
             except TypeError:
                 raise TreeError(
                     f"cuda_graph: the batch has a {type(leaf).__name__}, which a captured step would take for the one "
                     "it saw first. Pass it as a tensor."
                 ) from None
-            found.append((type(leaf), leaf))
+            found.append(kind)
     counted = getattr(state.optimizer, "counted", None)  # what it counts steps of may become more
     return treedef, tuple(found), Kind(state), counted and counted(state.opt)
 
