@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from .._common.calls import refuse
+from .._common.calls import refuse, traced_as
 from .._common.device import lies_on_host
 from .._common.errors import SpecError, TreeError
 from .._common.record import Collective, over_each_axis
@@ -326,7 +326,17 @@ def count_missed(counts: list[tuple[torch.Tensor, Sequence[bool]]], skip: torch.
     edges = [(local, i, j) for local, given in counts for i, j in _runs(given)]
     if edges:
         by: Any = 1 if skip is None else (~skip).to(edges[0][0].dtype)
-        foreach_add_([local[i:j] for local, i, j in edges], by)
+        _add([local[i:j] for local, i, j in edges], by)
+
+
+def _one_by_one(tensors: list[torch.Tensor], by: Any) -> None:
+    for one in tensors:
+        one.add_(by)
+
+
+@traced_as(_one_by_one)  # of a fake tensor that is added to many at once torch asks for the value
+def _add(tensors: list[torch.Tensor], by: Any) -> None:
+    foreach_add_(tensors, by)
 
 
 def _runs(given: Sequence[bool]) -> list[tuple[int, int]]:

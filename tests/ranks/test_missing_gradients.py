@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import time
 import warnings
@@ -378,6 +379,28 @@ def test_experts_that_no_batch_went_through_stay_as_they_are() -> None:
     for found in launch(all_driven, nprocs=4):
         assert len(found) == len(DRIVEN)
         assert max(found) < 1e-9
+
+
+def test_compiled_steps_may_be_skipped_where_a_leaf_has_no_gradient() -> None:
+    """Steps that are taken, skipped and taken, beside eager ones: no leaf counts the second."""
+    params, model = fsdp.functionalize(Routed())
+    forward_backward = T.forward_backward(model, loss_fn)
+    x, _ = routed(0, 0)
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
+        state, loss = forward_backward(state, x, 1)
+        return T.skip_nonfinite(fsdp.step)(state), loss
+
+    found = []
+    for step in (train_step, T.compile(train_step, "aot_eager")):
+        state = fsdp.shard(params, Spec(fsdp.local_mesh()), fsdp.adamw(lr=0.05))
+        for factor in (1.0, math.nan, 2.0):
+            state, _ = step(state, x * factor)
+        state, _ = forward_backward(state, x, 2)  # whose first step it is
+        state = fsdp.step(state)
+        assert int(state.extras["skipped"]) == 1
+        found.append(fsdp.full_params(state))
+    assert parting(*found) < 1e-12
 
 
 STAGES: Any = {
