@@ -22,6 +22,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import CodeType
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -121,12 +122,13 @@ def top_saved_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | Non
     return found
 
 
-class Fakes(FakeTensorMode):
+def fake_tensors() -> FakeTensorMode:
     """A mode of fake tensors that is not copied with a tensor: it has weak references to storages, and a copy of one
-    would free a storage twice."""
-
-    def __deepcopy__(self, memo: Any) -> Fakes:
-        return self
+    would free a storage twice. Of torch's own class, by which higher-order operators (flex_attention) know it."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    itself = ref(mode)
+    vars(mode)["__deepcopy__"] = lambda memo: itself()
+    return mode
 
 
 class TorchDispatchMode(_python_dispatch.TorchDispatchMode):
@@ -163,7 +165,7 @@ def gradients(
 def fakes_that_die(cached: bool = False) -> FakeTensorMode:
     """A mode of fake tensors that keeps none alive. cached: what operations give is looked up where they come again,
     which takes less time; storages that are moved to the host would be taken to stay."""
-    mode = Fakes(allow_non_fake_inputs=True)
+    mode = fake_tensors()
     mode.cache_enabled = cached
     return mode
 

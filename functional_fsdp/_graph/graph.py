@@ -44,7 +44,7 @@ from .._common.calls import KEEPING, lowering, users_line
 from .._common.device import device_of
 from .._common.errors import ScheduleError, expect
 from .._common.record import LANES, Collective
-from .._common.torch_names import Fakes, FakeTensor, FakeTensorMode, dynamo, enable_python_dispatcher, pytree
+from .._common.torch_names import FakeTensor, FakeTensorMode, dynamo, enable_python_dispatcher, fake_tensors, pytree
 from .._common.tree import bytes_text, table
 from .._optim.optimizer import as_optimizer, check_labels
 from .._plan.plan import keeps_copy
@@ -251,7 +251,7 @@ def _trace(
     call, versions = _stand_ins((state, args, kwargs), verb, orders)
     leaves, treedef = pytree.tree_flatten(call)
     device = device_of(leaves)
-    mode = Fakes(allow_non_fake_inputs=True)
+    mode = fake_tensors()
     which = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     out: Any = None
     given: tuple[int, ...] = ()

@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 from .._common.calls import outside_inference, provided
 from .._common.device import checksum, forked_random, host_memory, make_room, seed_generators
 from .._common.errors import FsdpError, SpecError, TreeError, as_names, expect
-from .._common.torch_names import Fakes, FakeTensor, TorchDispatchMode, disable_current_modes, pytree, to_scalar
+from .._common.torch_names import FakeTensor, TorchDispatchMode, disable_current_modes, fake_tensors, pytree, to_scalar
 from .._common.tree import flatten, match
 from .._engine.gathers import CollectiveTransport, resolve_transport
 from .._nn.skeleton import is_dtensor, local_part, skeleton_of
@@ -465,7 +465,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__()
-        self.fake = Fakes(allow_non_fake_inputs=True)
+        self.fake = fake_tensors()
         self.seed, self.device = seed, device
         self.calls: list[Recorded] = []
         self.alive: dict[int, Any] = {}  # storages, so that their numbers are not given out again

@@ -1058,6 +1058,24 @@ def compiled(preset: str, way: str) -> float:
     return max(float((found[n] - p).abs().max()) for n, p in wanted.items() if p.numel())
 
 
+@pytest.mark.large  # Inductor
+def test_inductor_takes_it_in_a_driven_step() -> None:
+    params, model = fsdp.functionalize(torch.nn.Linear(3, 2))
+    forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
+        state, loss = forward_backward(state, x)
+        return fsdp.step(state), loss
+
+    found = []
+    for step in (train_step, T.compile(train_step)):
+        state = fsdp.shard(params, Spec(fsdp.local_mesh()), fsdp.from_torch(torch.optim.NAdam, lr=0.05))
+        for _ in range(2):
+            state, _ = step(state, torch.ones(4, 3))
+        found.append(fsdp.full_params(state))
+    assert all(torch.allclose(found[0][name], leaf) for name, leaf in found[1].items())
+
+
 @pytest.mark.parametrize("way", ["eager", pytest.param("inductor", marks=pytest.mark.large)])
 def test_a_compiled_step_has_it_as_an_operator(way: str) -> None:
     assert max(launch(compiled, ("zero3", way), nprocs=2 if FULL else 1)) < 1e-6

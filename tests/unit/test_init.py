@@ -19,6 +19,7 @@ import torch.nn as nn
 import torch.utils._pytree as pytree
 from support.models import CASES
 from support.tables import marked
+from torch._higher_order_ops.cond import cond_op
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.meta_utils import MetaConverter
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functional_fsdp as fsdp
 from functional_fsdp import Spec, SpecError, State
 from functional_fsdp import transforms as T
+from functional_fsdp._seams import torch_private
 
 
 def init(make: Callable[[], nn.Module], *, seed: int = 0, optimizer: Any = None, **spec: Any) -> tuple[State, Any]:
@@ -601,6 +603,14 @@ def test_construction_may_copy_layers() -> None:
         return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
 
     assert fsdp.init(make, Spec(fsdp.local_mesh()))[0].units == ("layers.0", "layers.1")  # warnings are errors here
+
+
+def test_modes_of_fake_tensors_have_the_rules_of_higher_order_operators() -> None:
+    """By which Inductor runs an operator that writes to its arguments, as an optimizer of torch's in a driven step."""
+    with torch_private.fakes_that_die():
+        x = torch.ones(2)
+        (y,) = cond_op(x.sum() > 0, lambda a: (a + 1,), lambda a: (a * 2,), (x,))
+        assert y.shape == (2,)
 
 
 class Counted(nn.Module):
