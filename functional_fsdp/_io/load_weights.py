@@ -285,7 +285,7 @@ def _complain(
     kinds = {one.name: leaves[path][1] for path, some in found.items() for one in some}
     other = [n for n, dtype in kinds.items() if not _holds(dtype, tensors[n].dtype)]
     taken: dict[str, list[Piece]] = {}  # what is taken twice counts once
-    for piece in (piece for some in found.values() for piece in some):
+    for piece in (piece for some in found.values() for piece in some if piece.name not in odd):
         before = taken.setdefault(piece.name, [])
         if not any(map(piece.meets, before)):
             before.append(piece)

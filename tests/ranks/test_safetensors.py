@@ -150,6 +150,15 @@ def test_names_may_be_others_and_leaves_missing(tmp_path: Path) -> None:
         assert "ScheduleError" in found["evaluation"]
 
 
+def test_two_leaves_of_one_name_and_of_other_shapes_are_named() -> None:
+    leaves = {"a": torch.ones(3, 3), "b": torch.ones(3)}
+    state = fsdp.shard(leaves, fsdp.Spec(fsdp.local_mesh()))
+    with pytest.raises(
+        fsdp.TreeError, match=r"has 'b', which the model has not; it has 'a' as \[3, 3\], the model \[3\]"
+    ):
+        fsdp.load_weights(state, leaves, rename={"b": "a"})
+
+
 def refusals(folder: str) -> dict[str, str]:
     state, _ = sharded("zero3", 4)
     held = small(3).state_dict()
