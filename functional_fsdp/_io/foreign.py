@@ -144,7 +144,7 @@ FORMATS: tuple[Format, ...] = (
 )  # fmt: skip
 ALONE: dict[type, Format] = {Dcp: HuggingFace(), RankFiles: HuggingFace()}  # what does not lie beside another one
 DAMAGED = (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, AssertionError)
-MOST_TIED = 1 << 20  # elements of a leaf that are compared to tell whether two are one
+MOST_TIED = 1 << 20  # elements that are compared at once to tell whether two leaves are one
 
 
 class Checkpoint(Source, Mapping[str, torch.Tensor]):
@@ -230,8 +230,8 @@ class Checkpoint(Source, Mapping[str, torch.Tensor]):
         return self.ties.get(name, name)
 
     def alike(self) -> dict[str, str]:
-        """{further name: first name} of matrices of which the first 1 Mi elements have the same bits: what may be tied,
-        where the files name a tied leaf twice. Reads them."""
+        """{further name: first name} of matrices with the same bits: what may be tied, where the files name a tied leaf
+        twice. Reads their first 1 Mi elements, and further ones where these are the same."""
         found: dict[str, str] = {}
         first: dict[Any, list[tuple[str, torch.Tensor]]] = {}
         by_shape: dict[Any, list[str]] = {}
@@ -243,12 +243,25 @@ class Checkpoint(Source, Mapping[str, torch.Tensor]):
                 for name in names if len(names) > 1 else ():
                     n = min(numel_of(key[0]), MOST_TIED)
                     values = entry_values(self.tensors[name], 0, n, files)
-                    same = next((other for other, held in first.get(key, ()) if torch.equal(held, values)), None)
+                    same = next(
+                        (
+                            a
+                            for a, held in first.get(key, ())
+                            if torch.equal(held, values) and self._same(a, name, files)
+                        ),
+                        None,
+                    )
                     if same is None and not bool((values == values[0]).all()):
                         first.setdefault(key, []).append((name, values.clone()))
                     elif same is not None:
                         found[name] = same
         return found
+
+    def _same(self, a: str, b: str, files: Files) -> bool:
+        """Whether two leaves of one shape and dtype have the same values from the first 1 Mi elements on."""
+        n = numel_of(self.tensors[a].shape)
+        parts = [(start, min(MOST_TIED, n - start)) for start in range(MOST_TIED, n, MOST_TIED)]
+        return all(torch.equal(*(entry_values(self.tensors[name], *part, files) for name in (a, b))) for part in parts)
 
     def moments(
         self, names: Mapping[str, str], paths: Mapping[str, str], trained: Container[str], rename: Rename | None = None

@@ -24,6 +24,7 @@ from support.peers import DECAY, LR, MORE, STEPS, PeerModel, batch_of, loss_of
 import functional_fsdp as fsdp
 from functional_fsdp import convert, launch
 from functional_fsdp import transforms as T
+from functional_fsdp._io import foreign
 
 DATA = Path(__file__).parents[1] / "data" / "peers"
 DCP = ("dcp-nested", "dcp-flat", "dcp-top")
@@ -539,6 +540,19 @@ def test_a_state_with_two_leaves_where_the_model_has_one_is_refused_at_first_use
             use()
     _, untied = fsdp.functionalize(Untied())
     assert fsdp.as_module(untied, state).head.weight is not None
+
+
+def test_matrices_that_begin_alike_are_two_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a vocabulary and a head that were tied, and had further rows trained since."""
+    monkeypatch.setattr(foreign, "MOST_TIED", 4)
+    w = torch.arange(9.0).view(3, 3)
+    held = {"embed.weight": w, "head.weight": torch.cat([w[:2], w[:1]]), "again.weight": w.clone()}
+    torch.save(held, tmp_path / "w.pt")
+    state = fsdp.load(convert.main([str(tmp_path / "w.pt"), str(tmp_path / "ours")]), fsdp.Spec(fsdp.local_mesh("cpu")))
+    assert {path: leaf.tolist() for path, leaf in fsdp.full_params(state).items()} == {
+        path: leaf.tolist() for path, leaf in held.items()
+    }
+    assert {*state.layout.leaves} == {"embed.weight", "head.weight"}
 
 
 # ---------------------------------------------------------------- what is said otherwise than one thinks
