@@ -480,7 +480,7 @@ def _joined(ranks: list[Spanned], trees: list[Tree]) -> tuple[dict[str, Any], di
         found[name] = _leaf(name, [tree[name] for tree in trees], ranks)
         local = one.local if isinstance(one, Distributed) else one
         if isinstance(local, Held) and numel_of(local.shape):
-            key = (local.storage.name, local.first, local.shape)
+            key = (local.storage.name, local.first, local.shape, local.strides, local.dtype)
             if first.setdefault(key, name) != name:
                 ties[name] = first[key]
     return found, ties

@@ -555,6 +555,14 @@ def test_matrices_that_begin_alike_are_two_leaves(tmp_path: Path, monkeypatch: p
     assert {*state.layout.leaves} == {"embed.weight", "head.weight"}
 
 
+def test_one_rank_s_transposed_view_is_no_tie(tmp_path: Path) -> None:
+    w = torch.arange(9.0).view(3, 3)
+    torch.save({"a": w, "b": w.t(), "c": w}, tmp_path / "model_world_size_1_rank_0.pt")
+    there = fsdp.open_checkpoint(tmp_path)
+    assert there.ties == {"c": "a"}
+    assert torch.equal(there["b"], w.t())
+
+
 # ---------------------------------------------------------------- what is said otherwise than one thinks
 
 
