@@ -83,6 +83,10 @@ class Own:
             steps.setdefault(name, note["step"] - missed.get(name, 0))
         steps[""] = note["step"]  # which no leaf need have had
         buffers = {n.removeprefix("buffers."): one for n, one in there.items() if n.startswith("buffers.")}
+        if both := buffers.keys() & {*note["paths"]}:
+            raise CheckpointError(
+                f"{path} has a parameter and a buffer that are both called {min(both)!r}. Read it by fsdp.load."
+            )
         found |= {name: _span(path, one, one.shape) for name, one in buffers.items()}
         return Contents(
             "functional_fsdp", found, f"format {note['format']}", None,

@@ -166,7 +166,9 @@ def check_dtype(what: str, dtype: Any) -> None:
 
 
 def none_apart(state: State, what: str) -> None:
-    """Refuse leaves of which ranks have others; parts of the same leaf are fine."""
+    """Refuse leaves of which ranks have others, and a buffer of a leaf's name; parts of the same leaf are fine."""
+    if both := {*flatten(state.buffers)[0]} & {*state.layout.paths}:
+        raise SpecError(f"{what}: a parameter and a buffer are both called {min(both)!r}. Rename one of them.")
     sizes = runtime_of(state.spec.mesh).sizes
     for bucket in state.layout.buckets.values():
         own = [*bucket.unlike(sizes)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,9 +203,23 @@ def test_gradients_in_another_order_go_to_their_leaves() -> None:
     same(fsdp.full_params(state), {key: full(0) for key in tree})
 
 
-def test_a_parameter_and_a_buffer_of_one_name() -> None:
+def test_a_parameter_and_a_buffer_of_one_name(tmp_path: Path) -> None:
+    """A state may have them. What goes by name alone is refused."""
     state = fsdp.shard({"a": {"b": full(1)}}, Spec(fsdp.local_mesh()), buffers={"a.b": full(2), "c": full(3)})
     with pytest.raises(TreeError, match=r"state_dict: a parameter and a buffer are both called 'a\.b'"):
         fsdp.state_dict(state)
+    since, there = fsdp.snapshot(state), fsdp.save(state, tmp_path / "there")
+    uses: dict[str, Callable[[], Any]] = {
+        "stream": lambda: fsdp.stream(state), "delta": lambda: fsdp.delta(since, state),
+        "save_dcp": lambda: fsdp.save_dcp(state, tmp_path / "dcp"),
+    }  # fmt: skip
+    for what, use in uses.items():
+        with pytest.raises(SpecError, match=rf"{what}: a parameter and a buffer are both called 'a\.b'"):
+            use()
+    with pytest.raises(
+        fsdp.CheckpointError, match=r"a parameter and a buffer that are both called 'a\.b'\. Read it by"
+    ):
+        fsdp.open_checkpoint(there)
+    state = fsdp.load(there, like=state)
     same(fsdp.full_params(state), {"a": {"b": full(1)}})
     same(state.buffers, {"a.b": full(2), "c": full(3)})
