@@ -40,6 +40,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import count as counter
+from itertools import product
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -480,7 +481,7 @@ class FromTorch(UpdatesSome):
                 f"{name_of(self.cls)}: the class needs {what} on the host in each step, which a CUDA graph cannot "
                 "give it. Use a class that takes capturable=True, as torch.optim.Adam, or leave T.cuda_graph out."
             )
-        now = None
+        now: Any = None
         for rate in rates:
             number = not isinstance(rate, torch.Tensor) or host or lies_on_host(rate)
             now = float(rate) if number else as_rate(rate)
@@ -499,6 +500,8 @@ class FromTorch(UpdatesSome):
         def step() -> None:
             before = [tensor.clone() for tensor in (*params, *kept)] if skip is not None else []
             torch.autograd.graph.increment_version([*params, *kept])  # fused kernels do not, nor who writes to `.data`
+            for name, state in product(known.rated, states):  # in a leaf's first step, which may be a later one
+                state[name].copy_(torch.where(state["step"] == 0, now, state[name]))
             after = driven(self.cls, options, params, grads, states, now)
             for name, column in columns.items():
                 _put(known.kept[name], column, [state[name] for state in after])
@@ -652,7 +655,8 @@ def from_torch(cls: type, *, by: str | None = None, **options: Any) -> FromTorch
             a class that is proved elementwise goes the flat way, another one by leaf.
         options: its constructor's. Each may be given by label, `{label: value}`, with "default" for the others. `lr`
             may be a function of the count tensor (int64 [], steps taken so far); the constructor gets its first value,
-            and param_groups those after it. On GPUs `capturable` is True unless it is given, so that counts stay there.
+            and param_groups those after it; what a leaf keeps of the rate (Rprop) begins in its first step. On GPUs
+            `capturable` is True unless it is given, so that counts stay there.
 
     Returns:
         an `(init, update)` pair for `shard` and `init`. Leaves that got no gradient stay as they are, with their

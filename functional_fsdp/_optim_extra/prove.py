@@ -31,6 +31,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -78,11 +79,13 @@ class Known(NamedTuple):
         kept: by name.
         options: those given, and `capturable`.
         rates: whether the learning rate may be a tensor that is not on the host.
+        rated: names of what begins as the rate of a leaf's first step, where that changes.
     """
 
     kept: dict[str, Kept]
     options: dict[str, Any]
     rates: bool
+    rated: tuple[str, ...] = ()
 
     @property
     def staged(self) -> bool:
@@ -126,6 +129,7 @@ def learned(cls: Any, options: Mapping[str, Any], device: torch.device, rate: fl
                 kept, begins = _from_zero(kept), _from_zero(begins)
                 same = _compare(cls, trial, begins, device)
             rates = rate is None or _takes_tensors(cls, trial, begins, device)
+            rated = () if rate is None else _rated(begins, 0.01, _begin(cls, own | {"lr": 0.02}, device), 0.02)
         except SpecError:
             raise
         except Exception as error:
@@ -136,7 +140,7 @@ def learned(cls: Any, options: Mapping[str, Any], device: torch.device, rate: fl
             if _compare(cls, trial, {}, device):  # from nothing, as it begins by itself
                 why = "what it keeps begins neither as one number nor as the weights, as that of SGD(dampening=)"
         refuse(cls, why, "Use an elementwise one, as torch.optim.Adam, or write an (init, update) pair")
-    return Known(kept, own, rates)
+    return Known(kept, own, rates, rated)
 
 
 def refuse(cls: Any, why: str, remedy: str, how: str = ", flat pieces of parameters") -> None:
@@ -263,6 +267,19 @@ def _begin(cls: Any, options: Mapping[str, Any], device: torch.device) -> dict[s
                 start = 0.0  # a first gradient with its decay, say: what zeros give, too, or it is refused
             kept[name] = Kept(False, start, dtype)
     return kept
+
+
+def _rated(some: Mapping[str, Kept], rate: float, others: Mapping[str, Kept], other: float) -> tuple[str, ...]:
+    """Names of what begins as the rate, on a device that has a count of steps beside it."""
+    alike = partial(math.isclose, rel_tol=1e-6)
+    found = [
+        name
+        for name, one in some.items()
+        if not one.python and not one.host and name in others
+        if alike(one.value or 0.0, rate) and alike(others[name].value or 0.0, other)
+    ]
+    count = some.get("step")
+    return tuple(found) if count and count.number and not count.python and not count.host else ()
 
 
 def _first(one: Kept) -> bool:

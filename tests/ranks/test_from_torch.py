@@ -709,6 +709,26 @@ def test_all_leaves_together_say_what_they_hold() -> None:
         fsdp.from_torch(Grows, by="all", lr={"bias": 0.1, "default": 0.2})
 
 
+@pytest.mark.parametrize("cls", [torch.optim.Rprop, torch.optim.ASGD])
+def test_what_begins_as_the_rate_begins_as_that_of_a_leafs_first_step(cls: Any) -> None:
+    leaves = {"a": torch.tensor([1.0, 2.0]).double(), "b": torch.tensor([1.0, -2.0, 3.0]).double()}
+    plain = {name: torch.nn.Parameter(leaf.clone()) for name, leaf in leaves.items()}
+    torchs = cls([*plain.values()], lr=0.1)
+    optimizer = fsdp.from_torch(cls, lr=lambda count: 0.1 + 0.05 * count.double())
+    state = fsdp.shard(leaves, Spec(fsdp.local_mesh()), optimizer)
+    for step in range(4):
+        torchs.param_groups[0]["lr"] = 0.1 + 0.05 * step
+        grads = {
+            name: torch.sin(leaf * (step + 1)) if step > 1 or name == "a" else None for name, leaf in leaves.items()
+        }
+        for name, param in plain.items():
+            param.grad = grads[name]
+        torchs.step()
+        state = fsdp.step(fsdp.reduce(state, grads))
+    found = fsdp.full_params(state)
+    assert max(float((found[name] - param.detach()).abs().max()) for name, param in plain.items()) < 1e-12
+
+
 @pytest.mark.parametrize("by", ["elementwise", "leaf", "all"])
 def test_leaves_without_elements_alone(by: str) -> None:
     state = fsdp.shard({"w": torch.ones(0, 2)}, Spec(fsdp.local_mesh()), fsdp.from_torch(torch.optim.AdamW, by=by))
