@@ -49,7 +49,7 @@ class Remembered(StreamLanes):
         self.lanes: Any = {name: Stream() for name in LANES}
         self.homes: Any = [Stream(), Stream()]
         self.home = 0
-        self.used, self.unjoined = set(), set()
+        self.used, self.unjoined, self.connecting = set(), set(), []
         self.graph: Any = Event()
 
     def current(self) -> Any:
