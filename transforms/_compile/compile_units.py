@@ -38,6 +38,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
+from itertools import count
 from types import FunctionType
 from typing import Any, TypeVar, overload
 
@@ -150,6 +151,7 @@ def _pass() -> Any:
     return graph_pass(mark_copies)
 
 
+NUMBERS = count()
 LOWERS = "force_non_lazy_backward_lowering"
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 NO_LIMIT = dict.fromkeys(LIMITS, 1 << 20)
@@ -164,7 +166,9 @@ class Code:
 
     def __init__(self, template: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
         assert isinstance(template, FunctionType)
-        own = FunctionType(template.__code__.replace(co_name=name), template.__globals__)
+        code = template.__code__
+        code = code.replace(co_name=name, co_consts=(*code.co_consts, next(NUMBERS)))  # equal to no other one, by which
+        own = FunctionType(code, template.__globals__)  # torch finds what it notes
         self.dynamo: Any = torch_private.dynamo()
         self.frame = own.__code__
         self.run = torch.compile(own, **with_late_copies(options))
