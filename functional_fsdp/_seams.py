@@ -9,8 +9,8 @@ from ._axes import by_rules, full_tensor
 from ._capture import Capture, Veto, Vetoed
 from ._common import objects
 from ._common import torch_names as torch_private
-from ._common.calls import KEEPING, foreign_tracer, opened, outside_inference, ranged, tracing_now, users_line
-from ._common.device import cuda_call, cuda_driver
+from ._common.calls import KEEPING, foreign_tracer, outside_inference, ranged, tracing_now, users_line
+from ._common.device import cuda_driver
 from ._common.errors import as_names, expect
 from ._extend import note_activations
 from ._graph.graph import Graph, GraphBuild, graph_of, keep_residuals, point_at_second_gathers, refuse_values
@@ -27,10 +27,10 @@ from .look.tables import StepMemory, Stretch, find_peak, plan_for, steps_on
 __all__ = [
     "Capture", "Collision", "Graph", "GraphBuild", "HostBuffer", "NewCounts", "StepMemory", "Stretch", "Veto",
     "Vetoed", "aliases_of", "around_bound_calls", "as_names", "base_of", "begin_compiled", "by_rules", "changed",
-    "clear_padding", "coordinate_of", "cuda_call", "cuda_driver", "expect", "find_peak", "foreign_tracer",
-    "full_tensor", "given_in", "graph_of", "keep_residuals", "local_part", "note_activations", "objects", "opened",
-    "outside_inference", "plan_for", "point_at_second_gathers", "put", "ranged", "refuse_meta",
-    "refuse_values", "residuals_kept", "spoilt", "steps_on", "torch_private", "tracing_now", "users_line",
+    "clear_padding", "coordinate_of", "cuda_driver", "expect", "find_peak", "foreign_tracer", "full_tensor",
+    "given_in", "graph_of", "keep_residuals", "local_part", "note_activations", "objects", "outside_inference",
+    "plan_for", "point_at_second_gathers", "put", "ranged", "refuse_meta", "refuse_values", "residuals_kept",
+    "spoilt", "steps_on", "torch_private", "tracing_now", "users_line",
 ]  # fmt: skip
 
 

@@ -69,7 +69,7 @@ import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
 from . import errors
-from .errors import CommError, FsdpError, ScheduleError
+from .errors import FsdpError, ScheduleError
 from .torch_names import (
     PROXY,
     CInterpreter,
@@ -93,18 +93,6 @@ def ranged(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
             return fn(*args, **kwargs)
 
     return within
-
-
-def opened(name: str) -> Callable[[], None]:
-    """Begin a range that does not end where it began. Returns what ends it, once."""
-    held = [record_function(f"fsdp {name}")]
-    held[0].__enter__()
-
-    def close() -> None:
-        while held:
-            held.pop().__exit__(None, None, None)
-
-    return close
 
 
 def said(name: str, args: tuple[Any, ...]) -> str:
@@ -159,7 +147,7 @@ def arrive(others: bool) -> None:
         others: whether steps of other states are under way.
     """
     if _waiting and threading.get_ident() == threading.main_thread().ident:
-        _places[:] = [(f, f.f_lineno) for f in _stack(sys._getframe()) if not _is_ours(f)]
+        _places[:] = [(f, f.f_lineno) for f in frames_from(sys._getframe()) if package_of(f) != OURS]
     if not others:
         leave()
 
@@ -221,29 +209,29 @@ def _carry() -> None:
 
 def must_wait(frame: FrameType | None) -> bool:
     """Whether what runs there is not to be stopped."""
-    return any(f.f_code in _uninterruptible for f in _stack(frame))
+    return any(f.f_code in _uninterruptible for f in frames_from(frame))
 
 
 def _in_transit(frame: FrameType | None) -> bool:
     """Whether the state that `step` returned may not be in a caller's hands yet: the innermost of its callers that is
     still there has not come to another line."""
-    running = {id(f) for f in _stack(frame)}
+    running = {id(f) for f in frames_from(frame)}
     return next((caller.f_lineno == line for caller, line in [*_places] if id(caller) in running), False)
 
 
-def _stack(frame: FrameType | None) -> Any:
+def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and its callers, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == OURS
+def package_of(frame: FrameType) -> str:
+    """The package whose code runs in a frame."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 G = TypeVar("G")  # what is noted of one graph
-
-
 LOWERING: list[Any] = []  # graphs that are being made, innermost last: what the satellite `_graph` notes of each
 KEEPING: list[bool] = []  # whether a traced pullback keeps residuals, see `keep_residuals` there
 
@@ -304,8 +292,7 @@ _exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch
 def users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     """The first line that is neither torch's nor this package's, as "file:line"; the innermost frame comes first."""
     for frame, line in frames:
-        owner = str(frame.f_globals.get("__name__", "")).split(".")[0]
-        if owner not in ("torch", "functional_fsdp", "contextlib") and "<" not in frame.f_code.co_filename:
+        if package_of(frame) not in ("torch", OURS, "contextlib") and "<" not in frame.f_code.co_filename:
             return f"{frame.f_code.co_filename}:{line}"
     return "an unknown line"
 
@@ -384,10 +371,7 @@ def _taken_over(users: dict[int, int], owner: int, me: int) -> bool:
 
 def _inside(thread: int) -> bool:
     """Whether a thread is in a call."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None and frame.f_code not in _codes:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code in _codes for frame in frames_from(sys._current_frames().get(thread)))
 
 
 def verb(traced: Callable[..., Any]) -> Callable[[F], F]:
@@ -472,8 +456,8 @@ def _entered(fn: F, name: str, at: int, traced: Callable[..., Any], no_grad: boo
                 if no_grad:
                     set_grad_enabled(False)
                 return call(*args, **kwargs)
-        except dist.DistError as error:
-            raise _unreachable(name, state, error) from error
+        except dist.DistError as error:  # torch's own: whoever keeps the ranks' store is gone, say
+            raise run.fail(f"{name}: the other ranks, or their store, cannot be reached", error) from error
         finally:
             if no_grad:
                 set_grad_enabled(before)
@@ -483,14 +467,6 @@ def _entered(fn: F, name: str, at: int, traced: Callable[..., Any], no_grad: boo
 
     _codes.add(cast(Any, entered).__code__)
     return cast(F, entered)
-
-
-def _unreachable(name: str, state: Any, error: Exception) -> CommError:
-    """What is said where torch's own error comes through: whoever keeps the ranks' store is gone, say."""
-    failed: CommError = state.version.lineage.runtime.fail(
-        f"{name}: the other ranks, or their store, cannot be reached", error
-    )
-    return failed
 
 
 def outside_inference(fn: F) -> F:

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from .calls import provided
-from .torch_names import FakeTensorMode
 
 try:
     triton: Any = import_module("triton")
@@ -36,17 +35,6 @@ except ImportError:  # torch for the CPU comes without
 
 
 BLOCK = 512  # bytes: what the caching allocator rounds up to inside a segment
-
-
-def make_fakes_safe_in_threads() -> None:
-    """Call this before short-lived threads enter modes of fake tensors, from a thread that outlives them.
-
-    In a CUDA build without GPUs torch 2.11 keeps a device guard of the first thread that enters one. When that thread
-    has ended, the next one to enter ends the process.
-    """
-    if torch.version.cuda and not torch.cuda.is_available():
-        with FakeTensorMode():
-            pass
 
 
 def current_device(kind: str) -> torch.device:
@@ -339,16 +327,3 @@ def cuda_driver() -> Any:
         ImportError: it is not installed.
     """
     return import_module("cuda.bindings.driver")
-
-
-def cuda_call(name: str, *args: Any) -> Any:
-    """Call one of its functions. Returns what that gives: nothing, a value, or several.
-
-    Raises:
-        ImportError, AttributeError: there is no such module, or none with this function.
-        RuntimeError: there is no driver, or it refused; named with its CUresult.
-    """
-    error, *found = getattr(cuda_driver(), name)(*args)
-    if error:
-        raise RuntimeError(f"the CUDA driver refused {name}: {error!r}")
-    return found[0] if len(found) == 1 else tuple(found) or None

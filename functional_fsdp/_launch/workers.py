@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 
-from .._common.device import make_fakes_safe_in_threads
 from .._common.objects import contents_of
-from .._common.torch_names import c10d
+from .._common.torch_names import FakeTensorMode, c10d
 from .._io.checkpoint import settled
 from .._runtime.runtime import any_failed
 from .._simulate import turns
@@ -298,6 +297,17 @@ atexit.register(end_all)
 
 
 NONE: Mapping[int, Any] = types.MappingProxyType({})
+
+
+def make_fakes_safe_in_threads() -> None:
+    """Call this before short-lived threads enter modes of fake tensors, from a thread that outlives them.
+
+    In a CUDA build without GPUs torch 2.11 keeps a device guard of the first thread that enters one. When that thread
+    has ended, the next one to enter ends the process.
+    """
+    if torch.version.cuda and not torch.cuda.is_available():
+        with FakeTensorMode():
+            pass
 
 
 class SimulatedPool(Pool):

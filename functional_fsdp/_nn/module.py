@@ -13,14 +13,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
 
-from .._common.calls import refuse, tracing, uninterruptible
+from .._common.calls import frames_from, refuse, tracing, uninterruptible
 from .._common.errors import TreeError
 from .._common.torch_names import (
     FakeTensor,
@@ -121,11 +121,6 @@ def around_bound_calls(around: Around | None) -> Iterator[Around | None]:
         yield before
     finally:
         _HERE.around = before
-
-
-def around_bound(module: nn.Module) -> AbstractContextManager[None] | None:
-    """What a call of this module is to be made in, or None."""
-    return None if _HERE.around is None or func_interpreter() is not None else _HERE.around(module)
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -261,12 +256,8 @@ def _place(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Place | No
 
 def _lending(slots: Slots) -> bool:
     """Whether a call has weights in these slots. The stack says: one that was stopped may not have come to say so."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is Bound._call.__code__ and frame.f_locals.get("slots") is slots:
-            return True
-        frame = frame.f_back
-    return False
+    calls = (frame for frame in frames_from(sys._getframe()) if frame.f_code is Bound._call.__code__)
+    return any(frame.f_locals.get("slots") is slots for frame in calls)
 
 
 def _put(module: nn.Module, held: dict[str, Any], name: str, tensor: Any) -> None:
@@ -300,7 +291,7 @@ class Bound:
         """Call a function of the module while the module has these weights and its buffers (at each of their paths)."""
         if torch.compiler.is_compiling():
             return self._call(function, args, kwargs)
-        around = around_bound(self._module)
+        around = None if _HERE.around is None or func_interpreter() is not None else _HERE.around(self._module)
         if around is None and not parametrize._cache_enabled:
             return self._call(function, args, kwargs)
         with around if around is not None else nullcontext(), parametrized_anew():
@@ -352,7 +343,8 @@ class Bound:
         return out
 
     def _child(self, name: str) -> Bound:
-        return Bound(self._module._modules[name], _below(self._weights, name))
+        weights = {key[len(name) + 1 :]: w for key, w in self._weights.items() if key.startswith(name + ".")}
+        return Bound(self._module._modules[name], weights)
 
     def __getattr__(self, name: str) -> Any:
         if name in OWN:  # made without `__init__`, as copiers and compilers do
@@ -428,10 +420,6 @@ class Bound:
 
 def _of_class(cls: type, name: str) -> Any:
     return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
-
-
-def _below(weights: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
-    return {k[len(name) + 1 :]: v for k, v in weights.items() if k.startswith(name + ".")}
 
 
 def bind(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Bound:

@@ -25,10 +25,10 @@ from support.problems import LOOPS
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, ScheduleError, Spec, StaleStateError, launch
 from functional_fsdp import transforms as T
-from functional_fsdp._common.device import cuda_call as call
 from functional_fsdp._runtime.runtime import runtime_of
 from functional_fsdp.extend import Ranks, Session
 from functional_fsdp.transforms._cuda_graph.capturing import captured
+from functional_fsdp.transforms._cuda_graph.capturing import cuda_call as call
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic matrix products
 pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("fresh_workers")]

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from functional_fsdp import FsdpError, ScheduleError, State, TreeError
-from functional_fsdp._seams import Veto, cuda_call, cuda_driver, put, torch_private
+from functional_fsdp._seams import Veto, cuda_driver, put, torch_private
 from functional_fsdp.extend import Ranks, evolve, flatten, lineage_of
 
 PASSED = {"torch", "functional_fsdp", "contextlib", "functools", "threading", "triton"}  # who does it for others
@@ -118,6 +118,19 @@ def words(memset: Any) -> tuple[int, int] | None:
         return None
     repeated = {1: 0x01010101, 2: 0x00010001, 4: 1}[size]
     return (memset.value & (1 << 8 * size) - 1) * repeated, nbytes // 4
+
+
+def cuda_call(name: str, *args: Any) -> Any:
+    """Call a function of the CUDA driver. Returns what that gives: nothing, a value, or several.
+
+    Raises:
+        ImportError, AttributeError: there is no such module, or none with this function.
+        RuntimeError: there is no driver, or it refused; named with its CUresult.
+    """
+    error, *found = getattr(cuda_driver(), name)(*args)
+    if error:
+        raise RuntimeError(f"the CUDA driver refused {name}: {error!r}")
+    return found[0] if len(found) == 1 else tuple(found) or None
 
 
 def as_kernels(graph: torch.cuda.CUDAGraph, device: int) -> None:

@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.nn as nn
+from torch.autograd.profiler import record_function
 
 from functional_fsdp import FsdpError, ScheduleError, SpecError, State
-from functional_fsdp._seams import changed, local_part, opened, torch_private
+from functional_fsdp._seams import changed, local_part, torch_private
 from functional_fsdp.extend import Placeholder
 
 from .._modules import Leaf, UnitModule, map_tensors, tensors_in
@@ -312,6 +313,18 @@ SECOND = (
     "units that are gathered one at a time. Keep all of them gathered for that: T.forward_backward(model, loss_fn, "
     "second_order=True). By inputs torch.func.grad and its like need no option."
 )
+
+
+def opened(name: str) -> Callable[[], None]:
+    """Begin a range that does not end where it began. Returns what ends it, once."""
+    held = [record_function(f"fsdp {name}")]
+    held[0].__enter__()
+
+    def close() -> None:
+        while held:
+            held.pop().__exit__(None, None, None)
+
+    return close
 
 
 class UnitUse:
