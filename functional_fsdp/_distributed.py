@@ -37,7 +37,6 @@ have this one; a process group that is something else brings its own, as an attr
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import mmap
@@ -138,7 +137,7 @@ class HostVote:
     def of(cls, run: Any) -> HostVote | None:
         """The host vote of a mesh; None where its ranks cannot share one. Collective."""
         fd, where, size = -1, "", 0
-        with contextlib.suppress(OSError, AttributeError):  # no memfd: not Linux
+        with suppress(OSError, AttributeError):  # no memfd: not Linux
             fd = os.memfd_create(NAME)
             size = cls.nbytes(run.size, len(QUEUES))
             os.ftruncate(fd, size)
@@ -147,7 +146,7 @@ class HostVote:
             told = run.everyone(where, "where memory is")
             watch, host_vote = run.watch, None
             if where and watch is not None and len(watch) == run.size - 1:
-                with contextlib.suppress(OSError, ValueError):
+                with suppress(OSError, ValueError):
                     host_vote = cls(_mapped(told[0], size), run.rank, run.size, watch, run.timeout)
             shared = all(run.everyone(host_vote is not None, "a host vote"))
         finally:
@@ -216,7 +215,7 @@ class ProcessWatch:
         opened: list[int] = []
         weakref.finalize(self, _close, opened)
         for place, pid in processes.items():
-            with contextlib.suppress(OSError, AttributeError):
+            with suppress(OSError, AttributeError):
                 fd = os.pidfd_open(pid)  # readable when the process has ended
                 opened.append(fd)
                 self.places[fd] = place
@@ -233,7 +232,7 @@ class ProcessWatch:
 def here() -> tuple[Any, int]:
     """Where this process is, the same for processes that can see each other, and its number: the kernel that runs, and
     its names for them."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return (file.read(), os.readlink("/proc/self/ns/pid")), os.getpid()
     return None, os.getpid()
 
@@ -458,9 +457,4 @@ class Processes:
         Future.exception(future)
 
 
-_PROCESSES = Processes()
-
-
-def medium_of(world: Any) -> Any:
-    """That of all ranks' group."""
-    return getattr(world, "medium", _PROCESSES)
+PROCESSES = Processes()

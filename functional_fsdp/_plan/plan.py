@@ -136,21 +136,17 @@ def pack(sizes: Sequence[int], lives: Sequence[Sequence[Interval]], kept: Collec
     above = set(kept)
     rest = [i for i in everything if i not in above]
     bound, pairs = _most(sizes, lives, everything)
+    few = pairs <= PAIRS * len(sizes)
     rules: list[tuple[str, Callable[[], list[int] | None]]]
-    if pairs <= PAIRS * len(sizes):
-        near = _meet(sizes, lives, everything)
-        rules = [
-            ("two sides", lambda: _two_sides(sizes, near, everything)),
-            ("two sides, kept above", lambda: _above(sizes, above, _two_sides(sizes, near, rest))),
-            ("first fit", lambda: _search(sizes, lives, near, bound)),
-            ("slots, kept above", lambda: _above(sizes, above, _slots(sizes, near, rest))),
-        ]
-    elif _most(sizes, lives, rest)[1] <= PAIRS * len(sizes):
-        near = _meet(sizes, lives, rest)
+    if few or _most(sizes, lives, rest)[1] <= PAIRS * len(sizes):
+        near = _meet(sizes, lives, everything if few else rest)
         rules = [
             ("two sides, kept above", lambda: _above(sizes, above, _two_sides(sizes, near, rest))),
             ("slots, kept above", lambda: _above(sizes, above, _slots(sizes, near, rest))),
         ]
+        if few:  # all pairs are known
+            rules.insert(0, ("two sides", lambda: _two_sides(sizes, near, everything)))
+            rules.insert(2, ("first fit", lambda: _search(sizes, lives, near, bound)))
     else:
         rules = [("nothing shared", lambda: _above(sizes, set(everything), [0] * len(sizes)))]
     best: Packing | None = None

@@ -71,11 +71,11 @@ from .._common.calls import guard, leave, uninterruptible
 from .._common.device import current_device
 from .._common.errors import CommError, FsdpError, RestartError, ScheduleError
 from .._common.record import QUEUES, Collective, Mark, Steps
-from .._distributed import NUMBER, Ballot, Case, HostVote, ProcessWatch, medium_of
+from .._distributed import NUMBER, PROCESSES, Ballot, Case, HostVote, ProcessWatch
+from .._plan.layout import Bucket, Layout
 from .restart import Forms, Meeting, announce, restart
 
 if TYPE_CHECKING:
-    from .._plan.layout import Bucket, Layout
     from .runtime import Runtime
 
 ALL = -1
@@ -337,7 +337,7 @@ class Agreement:
         self.groups: dict[tuple[str, str], dist.ProcessGroup] = {}  # communicators, by lane and axis
         self.control: Any = None  # and that of all ranks, on the host
         self.world: Any = dist.group.WORLD
-        self.medium = medium_of(self.world)
+        self.medium: Any = getattr(self.world, "medium", PROCESSES)
         self.store: Any = None  # by which ranks leave each other word, where there are others
         self.arrivals: dist.ProcessGroup | None = None  # of restarts, where not all ranks see each other's processes
         self.issued = {name: Log() for name in QUEUES}

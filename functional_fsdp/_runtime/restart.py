@@ -85,7 +85,7 @@ class Forms:
             text = described(form)
             self._compare(run, zlib.crc32(text.encode()), lineage)
             if len(self.known) > MOST:
-                self._forget()
+                self.last, self.known, self.next = -1, [], {}
             found = self.known.index(form) if form in self.known else len(self.known)
             if found == len(self.known):
                 self.known.append(form)
@@ -115,9 +115,6 @@ class Forms:
                     f"ranks have different metrics: rank {said[0][0]} has {_cut(said[0][1], at)}, rank {rank} has "
                     f"{_cut(form, at)}.{_of_buffers(form) or f' {remedy}'}"
                 )
-
-    def _forget(self) -> None:
-        self.last, self.known, self.next = -1, [], {}
 
     def _compare(self, run: Any, number: int, lineage: Any) -> None:
         """Every rank is about to reduce metrics, of the form with this number. Host, 16 bytes; more where they differ.
@@ -214,12 +211,11 @@ def restart(run: Any, lineage: int, noticed: bool) -> None:
         theirs = status.steps
         for key in here.steps.keys() & theirs.keys():
             if here.steps[key] != theirs[key]:
-                why = (
+                raise _lost(
+                    run,
                     f"restart: this rank's state is at step {here.steps[key]}, that of rank {run.ranks[rank]} at step "
-                    f"{theirs[key]}."
+                    f"{theirs[key]}.",
                 )
-                run.lose(why)
-                raise CommError(f"{why} Restart the job from its last checkpoint.")
     for name in QUEUES:
         _catch_up(run, name, [status.counts[name] for status in statuses], f"log/{number}/{name}/")
     run.lanes.synchronize()
@@ -244,6 +240,12 @@ def announce(run: Any, lineage: int = 0) -> Status:
     run.store.set(f"status/{number}/{run.rank}", pickle.dumps(run.meeting.status))
     run.store.set(f"restart/{number}", "1")
     return run.meeting.status
+
+
+def _lost(run: Any, why: str, more: str = "") -> CommError:
+    """Ranks will never meet, and peers are told why. Returns the error to raise."""
+    run.lose(why)
+    return CommError(f"{why}{more} Restart the job from its last checkpoint.")
 
 
 class Meeting:
@@ -279,10 +281,7 @@ def _read(run: Any, prefix: str, ranks: Iterable[int]) -> list[bytes]:
         if now - begun > run.timeout.total_seconds():
             absent = [run.ranks[r] for r in missing]
             why = f"restart: rank(s) {absent} did not answer within {now - begun:.0f} s."
-            run.lose(why)
-            raise CommError(
-                f"{why} They died, hang, or never use the state again. Restart the job from its last checkpoint."
-            )
+            raise _lost(run, why, " They died, hang, or never use the state again.")
         if now - looked > LOOK:
             looked = now
             broken = run.meeting is not None and run.meeting.broken()
@@ -309,9 +308,7 @@ def _catch_up(run: Any, name: str, counts: list[int], prefix: str) -> None:
     if counts[run.rank] == furthest:
         behind = furthest - min(counts)
         if behind > len(log.tail):
-            why = f"restart: ranks are {behind} jobs apart, more than the {len(log.tail)} remembered."
-            run.lose(why)
-            raise CommError(f"{why} Restart the job from its last checkpoint.")
+            raise _lost(run, f"restart: ranks are {behind} jobs apart, more than the {len(log.tail)} remembered.")
         if behind and counts.index(furthest) == run.rank:
             run.store.set(f"{prefix}{run.rank}", pickle.dumps(list(log.tail)[-behind:]))
     _drain(run, name)  # one after the other, as every rank does
