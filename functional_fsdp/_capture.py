@@ -55,7 +55,6 @@ from ._common.calls import arrive, uninterruptible
 from ._common.errors import ScheduleError
 from ._common.record import Collective, Mark
 from ._common.torch_names import make_wrapper, pytree
-from ._engine.sink import BucketConsumer, StepConsumer
 from ._exact_sums import ordered_sum
 from ._host_memory import cut, cuts
 from ._optim.optimizer import labels_of
@@ -88,7 +87,7 @@ class Rooms:
         return self.rooms[lane, dtype][:numel]
 
 
-class Arrival(BucketConsumer):
+class Arrival:
     """What becomes of one bucket's gradients in a step in which they come once.
 
     Args:
@@ -99,6 +98,8 @@ class Arrival(BucketConsumer):
         used: whether the gradients have come. sums: whether exact sums are made in its rooms. lane: which brings them.
             beside: whether they are used up on the update lane, while the rest comes.
     """
+
+    used = beside = False
 
     def __init__(
         self, name: str, dtype: torch.dtype, pieces: Sequence[tuple[int, int]], rooms: Rooms,
@@ -190,7 +191,7 @@ LEAST = 1 << 20  # bytes of main gradients: smaller buckets share updates at the
 PIECE = 1 << 25  # bytes: what the caches of GPUs hold beside other things, and not so few that launches take the time
 
 
-class UpdatesOnArrival(StepConsumer):
+class UpdatesOnArrival:
     """Takes part in a step that is captured: these buckets are updated where their gradients arrive, as far as they
     can be."""
 
@@ -198,13 +199,18 @@ class UpdatesOnArrival(StepConsumer):
         self.names = names
         self.changes: tuple[Any, ...] = ()  # what updates change
 
-    def begin(self, state: Any) -> dict[str, BucketConsumer]:
-        """What a rate is computed from is read now, by compute."""
+    def begin(self, state: Any) -> dict[str, Arrival]:
+        """The first gradients of the step come: who uses up which bucket's. What a rate is computed from is read now,
+        by compute."""
         self.changes = _changing(state)
         return _arrivals(state, self.names)
 
-    def check(self, state: Any, used: Sequence[BucketConsumer], skip: Any, lacking: Collection[str]) -> None:
+    def check(self, state: Any, used: Sequence[Arrival], skip: Any, lacking: Collection[str]) -> None:
         """Refuse to end a captured step that would have kept what it has updated already.
+
+        Args:
+            used: whose gradients were used up. skip: what the step was given. lacking: buckets in which leaves got no
+                gradient, on any rank.
 
         Raises:
             ScheduleError: it may be taken back, or has another state than when its first gradients came. NewCounts:
@@ -228,7 +234,7 @@ def _changing(state: State) -> tuple[Any, ...]:
     return state.main, state.opt, state.optimizer, state.count
 
 
-def _arrivals(state: State, names: Sequence[str]) -> dict[str, BucketConsumer]:
+def _arrivals(state: State, names: Sequence[str]) -> dict[str, Arrival]:
     """Of these buckets, which the last eager step reduced once and updated beside the rest of its backward, those that
     a captured one can update on arrival."""
     optimizer = state.optimizer
@@ -241,7 +247,7 @@ def _arrivals(state: State, names: Sequence[str]) -> dict[str, BucketConsumer]:
     nodes = pytree.tree_leaves(state.opt, is_leaf=lambda x: isinstance(x, FlatBuffer))
     by_leaf = {x.bucket.name for x in nodes if isinstance(x, FlatBuffer) and x.bucket.by_leaf}
     rooms = Rooms(state._executor.run.device)
-    found: dict[str, BucketConsumer] = {}
+    found: dict[str, Arrival] = {}
     for bucket in buckets:
         n, width = state.main[bucket.name].local.numel(), bucket.grads.itemsize
         if n * width < LEAST or bucket.on_host or bucket.grads_on_host:

@@ -24,7 +24,6 @@ from ._common.device import runs_triton, tl, triton
 from ._common.record import Collective, Steps
 from ._engine.gathers import Carrier, Portions
 from ._engine.reductions import Staging
-from ._engine.sink import BucketConsumer
 from ._plan.layout import STAGED, aligned
 from ._runtime.runtime import Runtime
 
@@ -85,7 +84,7 @@ def used_up(
     collectives: tuple[Collective, ...],
     stage: torch.Tensor,
     spare: torch.Tensor,
-    consumer: BucketConsumer,
+    consumer: Any,
 ) -> Steps:
     """All of a reduction that is one sum: what comes is added up and used up, piece by piece: here, or on the update
     lane while the rest comes. Then this lane waits for the sums only: the next gradients are staged on bytes that these

@@ -57,7 +57,7 @@ from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
 from .._storage import FlatBuffer, owned, refuse_meta, templates
 from .gathers import Carrier, Gathers
-from .sink import BucketConsumer, GradientSink
+from .sink import GradientSink
 
 if TYPE_CHECKING:
     from .executor import Progress
@@ -395,7 +395,7 @@ class Staging:
 
     def _steps(
         self, way: Route, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor | None, add: bool,
-        consumer: BucketConsumer | None = None, feedback: Any = None, far: bool = False,
+        consumer: Any = None, feedback: Any = None, far: bool = False,
     ) -> Steps:  # fmt: skip
         """The steps, in place in `stage`, the last one straight into `out` if it can be; else copied or added. Or they
         are used up by a consumer. feedback: what a way with a codec loses is kept there. far: `out` is the host's

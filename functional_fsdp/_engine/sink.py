@@ -2,17 +2,18 @@
 
     reduce lane ── first of a step ──▶ memory for main gradients, of the device or the host
                 ── later ones ───────▶ added there
-                └─ or used up where they come, piece by piece, so that there are no main gradients (`BucketConsumer`)
+                └─ or used up where they come, piece by piece, so that there are no main gradients (`Arrival`)
 
 It also knows from when on an update may go beside the backward, and which compute copies updates have renewed. Who
-takes part in a step (updates on arrival, host memory) does so through it; the engine knows none of them.
+takes part in a step (updates on arrival, host memory) does so through it; the engine knows none of them. `Arrival`, of
+one bucket, and `UpdatesOnArrival`, of a step, are in `_capture`.
 
 Main gradients lie in the device's memory, or in the host's, which is kept from step to step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,62 +23,10 @@ from .._common.calls import provided
 from .._common.record import Mark
 from .._plan.layout import Bucket, Layout, Unit
 from .._plan.route import States
-from .._runtime.lanes import HostLanes
 from .._runtime.runtime import Runtime
 from .._storage import FlatBuffer, Stored, clear_padding, in_order
 
 _gradients_on_host = provided("host_memory.gradients_on_host")
-
-
-class BucketConsumer:
-    """Uses up one bucket's gradients in a step in which they come once. See `arrival` for the one that there is.
-
-    Attributes:
-        name: of the bucket. pieces: the elements [start, stop) of what this rank holds of it, in a row; at least one.
-        used: whether the gradients have come. sums: whether exact sums are made in memory of its own.
-        beside: whether they are used up on the update lane, while the rest comes.
-    """
-
-    name: str
-    pieces: Sequence[tuple[int, int]]
-    used = False
-    sums = False
-    beside = False
-
-    def begin(self, lane: str, sums: bool, beside: bool) -> torch.Tensor:
-        """They are on their way on this lane, perhaps to be summed or cast. Returns what stands for main gradients."""
-        raise NotImplementedError
-
-    def add_up(
-        self, came: torch.Tensor, ranks: int, mean: bool, own: tuple[int, torch.Tensor] | None, lanes: HostLanes,
-        there: Sequence[Mark] = (),
-    ) -> Mark:  # fmt: skip
-        """They came as each rank sent them, or come, each piece by its point of `there`: add each up as `ordered_sum`
-        does, and use it up. Returns the point from which on all are added up."""
-        raise NotImplementedError
-
-    def use(self, local: torch.Tensor) -> None:
-        """They are there, added up: use them up."""
-        raise NotImplementedError
-
-    def refuse(self, what: str) -> None:
-        """Raise: the step does something that cannot be, now that its weights are new."""
-        raise NotImplementedError
-
-
-class StepConsumer:
-    """Takes part in one step, and uses up gradients of some buckets."""
-
-    def begin(self, state: Stored) -> Mapping[str, BucketConsumer]:
-        """The first gradients of the step come. Returns who uses up which bucket's."""
-        raise NotImplementedError
-
-    def check(self, state: Stored, used: Sequence[BucketConsumer], skip: Any, lacking: Collection[str]) -> None:
-        """Raise if the step cannot end, now that these have been used up.
-
-        Args:
-            skip: what the step was given. lacking: buckets in which leaves got no gradient, on any rank.
-        """
 
 
 class GradientSink:
@@ -86,7 +35,8 @@ class GradientSink:
     Attributes:
         grads: the main gradients of the step so far, by bucket.
         pool: the host's memory that main gradients had, or have.
-        pending: who will take part from the step's first gradient on. consumers: by bucket, from then on.
+        pending: the `UpdatesOnArrival` that takes part from the step's first gradient on. consumers: its `Arrival`s, by
+            bucket, from then on.
         untouched: by bucket, oldest first: from when on nothing but an update touches its main weights and gradients.
             Where updates do not overlap it stays empty.
         updated_beside: buckets that the last eager step reduced once, and updated beside its backward.
@@ -98,13 +48,13 @@ class GradientSink:
         self.run, self.layout, self.mesh = run, layout, mesh
         self.grads: dict[str, FlatBuffer] = {}
         self.pool: dict[Any, Any] = {}
-        self.pending: StepConsumer | None = None
-        self.consumers: dict[str, BucketConsumer] = {}
+        self.pending: Any = None
+        self.consumers: dict[str, Any] = {}
         self.untouched: dict[str, Mark] = {}
         self.updated_beside: tuple[str, ...] = ()
         self.renewed: set[str] = set()
         self.streams: Any = None
-        self._step: StepConsumer | None = None
+        self._step: Any = None
 
     # ---------------------------------------------------------------- main gradients
 
@@ -137,7 +87,7 @@ class GradientSink:
     # ---------------------------------------------------------------- gradients that are used up
 
     @contextmanager
-    def consuming(self, step: StepConsumer | None) -> Iterator[None]:
+    def consuming(self, step: Any) -> Iterator[None]:
         """Within, a step is taken in which this one takes part."""
         self.pending = step
         try:
@@ -166,7 +116,7 @@ class GradientSink:
         return bucket in self.consumers and self.consumers[bucket].used
 
     def check(self, state: Stored, skip: Any = None, lacking: Collection[str] = ()) -> None:
-        """Whether a step may end in which gradients were used up. See `StepConsumer.check`."""
+        """Whether a step may end in which gradients were used up. See `UpdatesOnArrival.check`."""
         used = [one for one in self.consumers.values() if one.used]
         if used and self._step is not None:
             self._step.check(state, used, skip, lacking)
