@@ -21,7 +21,7 @@ from ._nn.skeleton import aliases_of, changed, local_part, refuse_meta
 from ._optim.optimizer import put
 from ._plan.cursor import Collision
 from ._runtime.agreement import NewCounts
-from ._storage import clear_padding, spoilt
+from ._storage import clear_padding, spoilt, written_by
 from .look.tables import StepMemory, Stretch, find_peak, plan_for, steps_on
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "clear_padding", "coordinate_of", "cuda_driver", "expect", "find_peak", "foreign_tracer", "full_tensor",
     "given_in", "graph_of", "keep_residuals", "local_part", "note_activations", "objects", "outside_inference",
     "plan_for", "point_at_second_gathers", "put", "ranged", "refuse_meta", "refuse_values", "residuals_kept",
-    "spoilt", "steps_on", "torch_private", "tracing_now", "users_line",
+    "spoilt", "steps_on", "torch_private", "tracing_now", "users_line", "written_by",
 ]  # fmt: skip
 
 

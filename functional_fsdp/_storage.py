@@ -133,17 +133,22 @@ class PackedWeight(torch.Tensor):
                 with torch.inference_mode(False):  # a view is what its base is
                     return weight._view(func, args[1:], kwargs)
             return weight._view(func, args[1:], kwargs)
-        if func._schema.is_mutable:
-            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-            for argument in func._schema.arguments:
-                written = argument.alias_info is not None and argument.alias_info.is_write
-                if written and any(isinstance(t, PackedWeight) for t in pytree.tree_leaves(given.get(argument.name))):
-                    raise ScheduleError(
-                        f"{func} would write to a weight that {cls._how}. It is lent: compute with a "
-                        "changed copy, as weight.clone(); or change weights between steps: fsdp.replace_params(state, "
-                        "params)."
-                    )
+        if func._schema.is_mutable and any(isinstance(t, PackedWeight) for t in written_by(func, args, kwargs)):
+            raise ScheduleError(
+                f"{func} would write to a weight that {cls._how}. It is lent: compute with a changed copy, as "
+                "weight.clone(); or change weights between steps: fsdp.replace_params(state, params)."
+            )
         return func(*map(_unpacked, args), **{name: _unpacked(value) for name, value in kwargs.items()})
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an operation changes when it is called with these, as its schema says."""
+    found: list[Any] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)  # by name: out=
+            found += value if isinstance(value, list | tuple) else [value]
+    return [t for t in found if isinstance(t, torch.Tensor)]
 
 
 def _unpacked(value: Any) -> Any:
@@ -724,12 +729,6 @@ def stored_as(value: torch.Tensor, form: Form | None) -> torch.Tensor:
             return value.bits
         value = value.dequantized()
     return value if form is None else form.pack(value)
-
-
-def whole_of(state: Stored, bucket: Bucket) -> torch.Tensor | None:
-    """The whole bucket, in the dtype in which it is gathered, where the state has it (replicated), else None."""
-    kept = read(state, bucket)
-    return kept.local if not kept.sharded() and kept.local.dtype is bucket.gather else None
 
 
 def own_of(state: Stored, bucket: Bucket, debug: bool) -> torch.Tensor | None:

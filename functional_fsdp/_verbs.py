@@ -65,9 +65,9 @@ from ._storage import (
     of_tree,
     of_unit,
     own_part,
+    read,
     refresh,
     refuse_zeros,
-    whole_of,
 )
 
 NOTHING = WHOLE.given
@@ -630,11 +630,12 @@ def _unshard_tree(state: State) -> tuple[State, Any]:
         own = {name: scale.clone() for name, scale in state.scales.items()}  # those of a state change with it
         lent = []
         for bucket in state.layout.buckets.values():
-            whole = whole_of(state, bucket)
-            if whole is None:
+            kept = read(state, bucket)
+            if kept.sharded() or kept.local.dtype is not bucket.gather:
                 whole = gather(state, bucket)
                 views |= lent_leaves(bucket, whole, own)
-            else:
+            else:  # replicated: the state's own
+                whole = kept.local
                 views |= lent_leaves(bucket, whole, state.scales)
             lent.append((bucket, whole))
     lineage.check_lent()

@@ -49,14 +49,11 @@ from .._runtime.runtime import Runtime, runtime_of
 from .._spec.precision import FLOATS
 from .._spec.settings import describe_settings
 from .._spec.spec import Spec
-from .._storage import FlatBuffer, PackedWeight, leaf_shards, no_scales, refresh, stored_as
+from .._storage import FlatBuffer, PackedWeight, leaf_shards, no_scales, refresh, stored_as, written_by
 from .state import Lineage, State, Version, buffers
 
 _with_dtensors, _cut_of = provided("axes.with_dtensors"), provided("axes.cut_of")
 _one_source = provided("one_source.OneSource")
-
-
-Fetch = Callable[[Any], Any]
 
 
 def describe(tree: Any) -> tuple[list[LeafInfo], tuple[str, ...], pytree.TreeSpec]:
@@ -77,14 +74,18 @@ def describe(tree: Any) -> tuple[list[LeafInfo], tuple[str, ...], pytree.TreeSpe
         twice = next(path for path in paths if paths.count(path) > 1)
         raise TreeError(f"two leaves have the path {twice!r}: their keys read alike. Rename one of them.")
     infos: dict[Any, LeafInfo] = {}
+
+    def add(key: Any, info: LeafInfo) -> None:
+        first = infos.get(key)
+        infos[key] = info if first is None else replace(first, aliases=(*first.aliases, info.path))
+
     for path, leaf in zip(paths, leaves, strict=True):
         where = f"the leaf {path!r} of the tree of parameters"
         expect(where, leaf, torch.Tensor, "a tensor; keep what is no parameter out of the tree", TreeError)
         packed: Any = leaf if type(leaf) is PackedWeight and not leaf.flipped else None
         if packed is not None:
             form, key = packed.form, _identity(packed.bits, path)
-            first = infos.get(key, LeafInfo(path, form.shape, form.dtype, False, (), form))
-            infos[key] = first if first.path == path else replace(first, aliases=(*first.aliases, path))
+            add(key, LeafInfo(path, form.shape, form.dtype, False, (), form))
             continue
         known = type(leaf) in (torch.Tensor, nn.Parameter) or is_dtensor(leaf)
         if not known or leaf.is_sparse or leaf.is_quantized or leaf.is_complex():
@@ -100,13 +101,8 @@ def describe(tree: Any) -> tuple[list[LeafInfo], tuple[str, ...], pytree.TreeSpe
             raise SpecError(
                 f"the leaf {path!r} is {leaf.dtype}; expected one of {', '.join(map(str, FLOATS))}, or integers."
             )
-        key = _identity(leaf, path)
-        if key in infos:
-            first = infos[key]
-            infos[key] = LeafInfo(first.path, first.shape, first.dtype, first.trainable, (*first.aliases, path))
-        else:
-            trainable = leaf.requires_grad if isinstance(leaf, nn.Parameter) else True
-            infos[key] = LeafInfo(path, tuple(leaf.shape), leaf.dtype, trainable)
+        trainable = leaf.requires_grad if isinstance(leaf, nn.Parameter) else True
+        add(_identity(leaf, path), LeafInfo(path, tuple(leaf.shape), leaf.dtype, trainable))
     return list(infos.values()), paths, treedef
 
 
@@ -284,7 +280,7 @@ def build(
     spec: Spec,
     optimizer: Any,
     treedef: pytree.TreeSpec,
-    fetch: Fetch | None,
+    fetch: Callable[[Unit], Any] | None,
     buffers: Any,
     local_buffers: Sequence[str],
     seed: int,
@@ -493,9 +489,8 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         self.fake.fake_tensor_converter.meta_converter.tensor_memo.clear()  # its weakrefs forbid Module.to
         outs = _views(pytree.tree_map(self.view, result))
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        changed = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-        writes = {v.storage for v in outs} - read | {v.storage for v in _views(pytree.tree_map(self.view, changed))}
+        changed = _views([self.view(t) for t in written_by(func, args, kwargs)])
+        writes = {v.storage for v in outs} - read | {v.storage for v in changed}
         if writes:
             self.calls.append(Recorded(func, seen[0], seen[1], outs, writes))
         return result
@@ -534,9 +529,10 @@ class Recorder(TorchDispatchMode):
                 func, args, kwargs, outs, _ = self.calls[index]
                 args, kwargs = pytree.tree_map(value, (args, kwargs), is_leaf=lambda x: isinstance(x, View))
                 if torch.Tag.nondeterministic_seeded in func.tags:
-                    made = self._seeded(index, func, args, kwargs)
-                else:
-                    made = func(*args, **kwargs)
+                    kwargs = {key: None if key == "generator" else value for key, value in kwargs.items()}
+                    seed = hashlib.sha256(f"{self.seed} {index}".encode()).digest()[:7]
+                    seed_generators(int.from_bytes(seed, "little"))
+                made = func(*args, **kwargs)
                 tensors = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
                 for v, t in zip(outs, tensors, strict=True):
                     if v.storage not in real:
@@ -544,12 +540,6 @@ class Recorder(TorchDispatchMode):
                             t = torch.empty_strided(v.size, v.stride, dtype=t.dtype, device=t.device).copy_(t)
                         real[v.storage] = t.untyped_storage()
             return [value(v) for v in wanted]
-
-    def _seeded(self, index: int, func: Any, args: Any, kwargs: Any) -> Any:
-        kwargs = {key: None if key == "generator" else value for key, value in kwargs.items()}
-        number = int.from_bytes(hashlib.sha256(f"{self.seed} {index}".encode()).digest()[:7], "little")
-        seed_generators(number)
-        return func(*args, **kwargs)
 
 
 def _views(tree: Any) -> list[View]:

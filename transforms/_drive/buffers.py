@@ -32,7 +32,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, PackedWeight, Spec, SpecError, State
-from functional_fsdp._seams import changed, objects, refuse_meta, torch_private
+from functional_fsdp._seams import changed, objects, refuse_meta, torch_private, written_by
 from functional_fsdp.extend import all_reduce, bytes_of, every_buffer, lineage_of, ranks_of
 
 
@@ -95,12 +95,8 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[t
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable or schema.name == "aten::set_":  # which writes no bytes
         return []
-    found: list[Any] = []
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += value if isinstance(value, list | tuple) else [value]
-    return [t for t in found if isinstance(t, torch.Tensor) and t.layout is torch.strided and t.numel()]
+    found = written_by(func, args, kwargs)
+    return [t for t in found if t.layout is torch.strided and t.numel()]
 
 
 def _bytes(t: torch.Tensor) -> tuple[int, int]:

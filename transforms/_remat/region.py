@@ -66,7 +66,7 @@ import torch.nn as nn
 from torch.utils.flop_counter import flop_registry
 
 from functional_fsdp import ScheduleError
-from functional_fsdp._seams import around_bound_calls, objects, torch_private
+from functional_fsdp._seams import around_bound_calls, objects, torch_private, written_by
 
 from .._drive.buffers import version
 from .._modules import contents_by_id, each_leaf, map_tensors, written
@@ -338,10 +338,7 @@ def _kind(func: Any) -> tuple[bool, int | None]:
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[int]:
     """The storages that an operation writes to."""
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[i] if i < len(args) else kwargs.get(argument.name)  # by name: out=
-            yield from (storage_of(t) for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor))
+    return map(storage_of, written_by(func, args, kwargs))
 
 
 class Habits:
