@@ -16,8 +16,8 @@ from ._extend import note_activations
 from ._graph.graph import Graph, GraphBuild, graph_of, keep_residuals, point_at_second_gathers, refuse_values
 from ._graph.traced import base_of, begin_compiled, coordinate_of, given_in
 from ._host_memory import HostBuffer
-from ._nn.module import around_bound_calls
-from ._nn.skeleton import aliases_of, changed, local_part, refuse_meta
+from ._nn.module import around_bound_calls, refuse_meta
+from ._nn.skeleton import aliases_of, changed, local_part
 from ._optim.optimizer import put
 from ._plan.cursor import Collision
 from ._runtime.agreement import NewCounts

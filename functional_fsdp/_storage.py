@@ -46,7 +46,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
@@ -547,26 +547,6 @@ def of_tree(layout: Layout, grads: Any) -> dict[str, torch.Tensor]:
         value = _plain(name, value, shape)
         total[source] = total[source] + value if source in total else value
     return total
-
-
-def refuse_zeros(grads: Iterable[torch.Tensor | None]) -> None:
-    """Refuse inference tensors of zeros where torch.func gives these under `torch.inference_mode`, as in torch 2.11.
-
-    Raises:
-        ScheduleError: it does.
-    """
-    if _inference_gives_zeros() and not any(grad.any() for grad in grads if grad is not None):
-        raise ScheduleError(
-            f"reduce under torch.inference_mode: torch.func.grad gives zeros there in torch {torch.__version__}, with "
-            "no error. Take the step outside of it; for weights without gradients use torch.no_grad."
-        )
-
-
-@cache
-def _inference_gives_zeros() -> bool:
-    with torch.inference_mode():
-        grad: torch.Tensor = torch.func.grad(torch.square)(torch.ones((), device="cpu"))
-        return not bool(grad)
 
 
 def _match(wanted: Sequence[str], paths: Sequence[str], leaves: Sequence[Any], where: str) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from operator import is_
 from typing import Any, Literal, overload
 
@@ -56,19 +56,7 @@ from ._runtime.agreement import ALL, WHOLE, Lacking, Leaves, NewCounts
 from ._runtime.runtime import runtime_of
 from ._spec.precision import Codec
 from ._state.state import State, Version
-from ._storage import (
-    VERSION,
-    FlatBuffer,
-    LentTree,
-    gather,
-    lent_leaves,
-    of_tree,
-    of_unit,
-    own_part,
-    read,
-    refresh,
-    refuse_zeros,
-)
+from ._storage import VERSION, FlatBuffer, LentTree, gather, lent_leaves, of_tree, of_unit, own_part, read, refresh
 
 NOTHING = WHOLE.given
 _stream = provided("host_memory.stream")  # the update of what lies in the host's memory
@@ -727,6 +715,26 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
         if before < len(sink.grads) == len(state.layout.trainable):
             sink.put_in_order()
         return lineage.advance(state, ("reduce", unit), sink.grads)
+
+
+def refuse_zeros(grads: Iterable[torch.Tensor | None]) -> None:
+    """Refuse inference tensors of zeros where torch.func gives these under `torch.inference_mode`, as in torch 2.11.
+
+    Raises:
+        ScheduleError: it does.
+    """
+    if _inference_gives_zeros() and not any(grad.any() for grad in grads if grad is not None):
+        raise ScheduleError(
+            f"reduce under torch.inference_mode: torch.func.grad gives zeros there in torch {torch.__version__}, with "
+            "no error. Take the step outside of it; for weights without gradients use torch.no_grad."
+        )
+
+
+@cache
+def _inference_gives_zeros() -> bool:
+    with torch.inference_mode():
+        grad: torch.Tensor = torch.func.grad(torch.square)(torch.ones((), device="cpu"))
+        return not bool(grad)
 
 
 def _reduce_tree(state: State, grads: dict[str, torch.Tensor], last_microbatch: bool) -> State:

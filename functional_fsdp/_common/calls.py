@@ -68,21 +68,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
-from . import errors
+from . import errors, torch_names
 from .errors import FsdpError, ScheduleError
-from .torch_names import (
-    PROXY,
-    CInterpreter,
-    dispatch_mode_of,
-    dispatch_modes,
-    dynamo,
-    func_interpreter,
-    jit_traces,
-    pre_dispatch_mode_of,
-    profiler,
-    pytree,
-    set_grad_enabled,
-)
+from .torch_names import CInterpreter, dynamo, func_interpreter, profiler, pytree, set_grad_enabled
 
 
 def ranged(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -147,7 +135,7 @@ def arrive(others: bool) -> None:
         others: whether steps of other states are under way.
     """
     if _waiting and threading.get_ident() == threading.main_thread().ident:
-        _places[:] = [(f, f.f_lineno) for f in frames_from(sys._getframe()) if package_of(f) != OURS]
+        _places[:] = [(f, f.f_lineno) for f in frames_from(sys._getframe()) if _package(f) != OURS]
     if not others:
         leave()
 
@@ -226,7 +214,7 @@ def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def package_of(frame: FrameType) -> str:
+def _package(frame: FrameType) -> str:
     """The package whose code runs in a frame."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
@@ -274,9 +262,10 @@ def foreign_tracer() -> str:
     """
     if torch.compiler.is_dynamo_compiling():
         return "torch.export" if _exporting() else "torch.compile"
-    if jit_traces():
+    if torch_names.jit_traces():
         return "torch.jit.trace"
-    if (dispatch_modes() and dispatch_mode_of(PROXY) is not None) or pre_dispatch_mode_of(0) is not None:
+    proxy = torch_names.dispatch_modes() and torch_names.dispatch_mode_of(torch_names.PROXY) is not None
+    if proxy or torch_names.pre_dispatch_mode_of(0) is not None:
         return "torch.export" if _exporting() else "make_fx (or torch.func.linearize, which calls it)"
     return ""
 
@@ -292,7 +281,7 @@ _exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch
 def users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     """The first line that is neither torch's nor this package's, as "file:line"; the innermost frame comes first."""
     for frame, line in frames:
-        if package_of(frame) not in ("torch", OURS, "contextlib") and "<" not in frame.f_code.co_filename:
+        if _package(frame) not in ("torch", OURS, "contextlib") and "<" not in frame.f_code.co_filename:
             return f"{frame.f_code.co_filename}:{line}"
     return "an unknown line"
 
@@ -340,7 +329,6 @@ def bring_back(found: tuple[list[Any], list[bool]]) -> None:
     LOWERING[:], KEEPING[:] = found
 
 
-INTERPRETER: Any = CInterpreter
 TRANSFORM = (
     " was called inside a torch.func transform (grad, vjp, vmap, ...), which cannot see through a collective. Call "
     "unshard before the transform and reduce after it; inside, compute on the weights only."
@@ -388,7 +376,7 @@ def _in_graph(fn: Callable[..., Any], traced: Callable[..., Any]) -> Callable[..
     """What a verb is where a graph is made."""
 
     def in_graph(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(func_interpreter(), INTERPRETER):  # what the compiler can tell
+        if isinstance(func_interpreter(), CInterpreter):  # what the compiler can tell
             refuse("ScheduleError", fn.__name__ + TRANSFORM)
         try:
             with torch.no_grad():

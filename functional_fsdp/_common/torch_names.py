@@ -35,10 +35,10 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as 
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as without_innermost_level
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
-from torch.autograd import (
-    forward_ad,  # `_current_level`: of dual numbers, -1 outside
-    profiler,  # `_is_profiler_enabled`: whether one runs, also `emit_nvtx`
-)
+
+# forward_ad has `_current_level`: of dual numbers, -1 outside. profiler has `_is_profiler_enabled`: whether one runs,
+# also `emit_nvtx`.
+from torch.autograd import forward_ad, profiler
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize_module
@@ -118,8 +118,7 @@ def base_of(t: torch.Tensor) -> torch.Tensor:
 
 def top_saved_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
     """The innermost saved_tensors_hooks that is under way: (pack, unpack)."""
-    found: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = C._autograd._top_saved_tensors_default_hooks(True)
-    return found
+    return C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def fake_tensors() -> FakeTensorMode:
@@ -156,10 +155,7 @@ def gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """`torch.autograd.grad(output, inputs, scale, allow_unused=True)` of a `scale` of the output's shape, without its
     comparison of sizes, for which torch imports sympy."""
-    found: tuple[torch.Tensor | None, ...] = _engine_run_backward(
-        (output,), (scale,), False, False, inputs, True, accumulate_grad=False
-    )
-    return found
+    return _engine_run_backward((output,), (scale,), False, False, inputs, True, accumulate_grad=False)
 
 
 def fakes_that_die(cached: bool = False) -> FakeTensorMode:
@@ -174,8 +170,7 @@ def dispatch_kept() -> AbstractContextManager[None]:
     """After it this thread's dispatcher is as before, also where torch leaves it changed: a forward-mode derivative
     that cannot be traced does."""
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(included, excluded)
-    return guard
+    return C._ForceDispatchKeyGuard(included, excluded)
 
 
 AS_IT_IS = nullcontext()

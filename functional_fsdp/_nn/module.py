@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 
 from .._common.calls import frames_from, refuse, tracing, uninterruptible
-from .._common.errors import TreeError
+from .._common.errors import SpecError, TreeError
 from .._common.torch_names import (
     FakeTensor,
     autograd_node,
@@ -31,18 +31,7 @@ from .._common.torch_names import (
     parametrized_anew,
     reparametrize_module,
 )
-from .skeleton import (
-    Placeholder,
-    aliases_among,
-    aliases_of,
-    changed,
-    every_buffer,
-    form_of,
-    needs_module,
-    refuse_meta,
-    skeleton_of,
-    tied,
-)
+from .skeleton import Placeholder, aliases_among, changed, every_buffer, form_of, needs_module, skeleton_of, tied
 
 Slot = tuple[dict[str, Any], str]  # a dict of parameters or buffers, and a name in it
 
@@ -90,6 +79,15 @@ def refuse_lost(module: nn.Module, lost: list[Slot]) -> None:
                 "which they ride in the state; or return the new value."
             )
             refuse("SpecError", said)
+
+
+def refuse_meta(path: str) -> None:
+    """Raise the SpecError for a buffer, at this path, that has no values: its module was built on the meta device."""
+    raise SpecError(
+        f"the buffer {path!r} is on the meta device and has no values: its module was built there. Build the model by "
+        "init(lambda: Model(config), spec), whose skeleton has real buffers, or functionalize one that was built on a "
+        "real device; persistent ones may come from the state: shard(params, spec, optimizer, buffers={path: tensor})."
+    )
 
 
 Around = Callable[[nn.Module], AbstractContextManager[None]]
@@ -178,7 +176,7 @@ class Slots:
         self.dicts: list[Any] = [m._modules for m in modules] + [m._parameters for m in modules]
         self.noted = [dict(d) for d in self.dicts]
         apart = len({(id(params), name) for params, name in self.slots}) == len(self.slots)
-        self.aliases = aliases_of(skeleton)
+        self.aliases = aliases_among(skeleton.named_parameters(remove_duplicate=False))
         self.lent: list[Any] | None = None  # while weights are in the slots, the buffers that were there before
         self.usable = apart and all(type(p) is Placeholder for p in self.placeholders)
 

@@ -38,7 +38,7 @@ import torch.nn as nn
 from torch.nn.parameter import UninitializedParameter
 
 from .._common.calls import outside_inference, provided
-from .._common.errors import ScheduleError, SpecError, TreeError, expect
+from .._common.errors import ScheduleError, TreeError, expect
 from .._common.torch_names import NoTorchFunction, pytree
 from .._common.tree import flatten
 from .copies import Copier, Span, span_of
@@ -348,15 +348,6 @@ def every_buffer(module: nn.Module, persistent: bool = False) -> Iterator[tuple[
         for name, buffer in part._buffers.items():
             if buffer is not None and not (persistent and name in part._non_persistent_buffers_set):
                 yield f"{path}.{name}" if path else name, part._buffers, name
-
-
-def refuse_meta(path: str) -> None:
-    """Raise the SpecError for a buffer, at this path, that has no values: its module was built on the meta device."""
-    raise SpecError(
-        f"the buffer {path!r} is on the meta device and has no values: its module was built there. Build the model by "
-        "init(lambda: Model(config), spec), whose skeleton has real buffers, or functionalize one that was built on a "
-        "real device; persistent ones may come from the state: shard(params, spec, optimizer, buffers={path: tensor})."
-    )
 
 
 def changed(paths: Iterable[str], how: str) -> ScheduleError:

@@ -399,8 +399,7 @@ _lie, _layout_table = provided("axes.lie"), provided("look.layout_table")
 _refuse_gather, _refuse_wire = provided("codecs.refuse_gather"), provided("codecs.refuse_wire")
 
 
-@dataclass(frozen=True)
-class LeafInfo:
+class LeafInfo(NamedTuple):
     """What the layout needs to know of a leaf: path, global shape, dtype, and whether it trains if nobody says."""
 
     path: str

@@ -109,8 +109,7 @@ WORK = 150_000  # placements tried while searching for a better first fit
 PATIENCE = 12  # tries without progress before the next order
 
 
-@dataclass(frozen=True)
-class Packing:
+class Packing(NamedTuple):
     """Addresses (one for each thing), the bytes they need in all, the lower bound, and the rule that found them."""
 
     addresses: tuple[int, ...]
@@ -619,8 +618,7 @@ ALIGN = STAGED  # bytes: every bucket in the arena and in staging starts at a mu
 REDUCTIONS_AT_ONCE = 2  # reductions that may be under way at once
 
 
-@dataclass(frozen=True)
-class Extent:
+class Extent(NamedTuple):
     """A bucket's place: `arena[address : address + nbytes]`, or the same of staging (bytes)."""
 
     bucket: str
@@ -628,8 +626,7 @@ class Extent:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """One use of a unit; uses are counted from 0.
 
     Attributes:
@@ -648,8 +645,7 @@ class Use:
     reduces: bool
 
 
-@dataclass(frozen=True)
-class PlannedUnit:
+class PlannedUnit(NamedTuple):
     """A unit's place in the arena (bytes) and its lives: (first use, last use) during which its bytes are taken.
 
     A unit without `parts` is resident: its weights are not sharded, so nothing is gathered.
@@ -673,8 +669,7 @@ class PlannedUnit:
         return 0 < len(self.lives) < len(self.uses)
 
 
-@dataclass(frozen=True)
-class Reduction:
+class Reduction(NamedTuple):
     """A reduction's staging: bytes from `use` on. The next but one may take them, at `until` (all uses: nobody does).
 
     Where a transport keeps the staging, `address` is where its bytes are. With collectives each reduction allocates its

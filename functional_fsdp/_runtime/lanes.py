@@ -167,11 +167,6 @@ class Job:
                     return True
         return False
 
-    def forsake(self, twin: Steps) -> None:
-        """Its own code has raised: what it did not issue is issued by its twin, since peers wait for that."""
-        self.calls = []
-        self.steps = _left(twin, self.issued)
-
 
 def _left(steps: Steps, issued: int) -> Steps:
     """What these steps issue after the first so many calls."""
@@ -324,7 +319,7 @@ class HostLanes:
                 else:
                     job.done = True
             except BaseException as error:
-                job.forsake(twin(self.run, job.hops))
+                job.calls, job.steps = [], _left(twin(self.run, job.hops), job.issued)  # peers wait for that
                 self.run.void()
                 if not quiet or not isinstance(error, Exception):
                     raise

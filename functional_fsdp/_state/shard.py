@@ -25,7 +25,6 @@ import os
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -77,7 +76,7 @@ def describe(tree: Any) -> tuple[list[LeafInfo], tuple[str, ...], pytree.TreeSpe
 
     def add(key: Any, info: LeafInfo) -> None:
         first = infos.get(key)
-        infos[key] = info if first is None else replace(first, aliases=(*first.aliases, info.path))
+        infos[key] = info if first is None else first._replace(aliases=(*first.aliases, info.path))
 
     for path, leaf in zip(paths, leaves, strict=True):
         where = f"the leaf {path!r} of the tree of parameters"

@@ -789,9 +789,6 @@ def _unflatten(context: Context, children: tuple[Any, ...]) -> State:
 register(State, lambda s: (tuple(getattr(s, name) for name in CHILDREN), Context(s)), CHILDREN, _unflatten)
 
 
-M = TypeVar("M", bound=nn.Module)
-
-
 @alone
 @torch.no_grad()
 def full_params(state: State) -> Any:

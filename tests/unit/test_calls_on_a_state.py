@@ -356,7 +356,7 @@ def test_gradients_under_inference_mode_are_right_or_refused() -> None:
 
 
 def test_zeros_under_inference_mode_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("functional_fsdp._storage._inference_gives_zeros", lambda: True)
+    monkeypatch.setattr("functional_fsdp._verbs._inference_gives_zeros", lambda: True)
     state = fsdp.shard({"w": torch.ones(3)}, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.5))
     with torch.inference_mode():
         for unit, tree in ((None, {"w": torch.zeros(3)}), ("w", {"w": torch.zeros(3)})):
