@@ -901,11 +901,6 @@ def _call(state: State, name: str) -> AbstractContextManager[None]:
     return state.version.lineage
 
 
-def chosen_axes(data: tuple[str, ...], axis: str | Iterable[str] | None) -> tuple[str, ...]:
-    """The axes that are meant: those of the data by default."""
-    return data if axis is None else as_names("axis of the mesh", axis)
-
-
 def all_reduce(
     state: State,
     tensors: Sequence[torch.Tensor],
@@ -935,7 +930,7 @@ def all_reduce(
     Example: `(total,) = extend.all_reduce(state, [count], "sum", "data")`.
     """
     data, every = axes_of(state)
-    over = chosen_axes(data, axis)
+    over = data if axis is None else as_names("axis of the mesh", axis)
     if wrong := [name for i, name in enumerate(over) if name not in every or name in over[:i]]:
         known = ", ".join(map(repr, every))
         why = "is there twice" if wrong[0] in every else f"is not one of {known}"

@@ -336,12 +336,10 @@ class KnownOrder:
 Decision = tuple[Order, int | None]  # calls, and how many uses of them are the forward, if that is known
 
 
-@dataclass(frozen=True)
 class FixedOrder(KnownOrder):
     """The plan's order is that of the program."""
 
 
-@dataclass(frozen=True)
 class DefaultOrder(KnownOrder):
     """That of the layout, until a module's structure says it better."""
 

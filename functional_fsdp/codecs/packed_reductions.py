@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from .._common.calls import provide, refuse, traced_as
-from .._common.errors import SpecError
+from .._common.errors import SpecError, as_names
 from .._common.record import Collective
 from .._plan.layout import STAGED, aligned
 from .._runtime.agreement import Leaves
@@ -28,7 +28,7 @@ from .._runtime.runtime import Runtime, runtime_of
 from .._spec.precision import START, Codec, Form, Planes
 from .._state.state import State
 from .._storage import FlatBuffer
-from .._verbs import Wire, axes_of, chosen_axes, compared
+from .._verbs import Wire, axes_of, compared
 from . import kernels
 
 Feedback = tuple[torch.Tensor, torch.Tensor]  # the residual so far, and where the next one goes; perhaps the same
@@ -208,7 +208,7 @@ def packed_mean(
 ) -> list[torch.Tensor]:
     """The mean along one axis of what each rank packs, in float32, in the order of ranks."""
     data, every = axes_of(state)
-    over = chosen_axes(data, axis)
+    over = data if axis is None else as_names("axis of the mesh", axis)
     codec = wire() if callable(wire) else wire
     if not isinstance(codec, Codec):
         raise SpecError(f"pmean(wire={wire!r}): expected a codec, as fsdp.int8(64), or None.")

@@ -91,7 +91,7 @@ class Issuing(Remembered):
 
     def __init__(self, run: Any) -> None:
         super().__init__()
-        self.run, self.skips = run, 0
+        self.run, self.skips, self.connecting = run, 0, []
 
     def enqueue(self, lane: str, job: Steps, after: Any = None, mark: Any = None) -> None:
         for _ in job:
