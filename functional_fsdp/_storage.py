@@ -449,8 +449,7 @@ def whole_leaves(buffer: FlatBuffer, dtype: torch.dtype | None = None) -> dict[s
     if not any(leaf.cuts for leaf in buffer.bucket.leaves):
         return gather_leaves(buffer, dtype)
     refuse_blocks(buffer.bucket, buffer.bucket.leaves[0].path)
-    joined: dict[str, torch.Tensor] = _joined_leaves(buffer, dtype)
-    return joined
+    return _joined_leaves(buffer, dtype)
 
 
 def refuse_blocks(bucket: Bucket, path: str) -> None:

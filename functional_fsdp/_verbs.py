@@ -547,8 +547,7 @@ def drop_gradients(state: State) -> State:
             "the last step() returned."
         )
     lineage.enter(base.version.serial, "drop_gradients")
-    found: State = base
-    return found
+    return base
 
 
 Weights = dict[str, torch.Tensor]

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase, translate
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 
@@ -25,6 +25,22 @@ from .torch_names import pytree
 
 Paths = tuple[str, ...]
 SPECIAL = "*?[]"  # what is not literal in a pattern
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Values by key, keys as they first come.
+
+    >>> grouped([("a", 1), ("b", 2), ("a", 3)])
+    {'a': [1, 3], 'b': [2]}
+    """
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def _key(entry: Any) -> str:
@@ -96,11 +112,7 @@ class PathIndex:
     @cached_property
     def _below(self) -> dict[str, list[int]]:
         """By leading part of a path, which paths begin with it."""
-        found: dict[str, list[int]] = {}
-        for i, path in enumerate(self.paths):
-            for prefix in prefixes(path):
-                found.setdefault(prefix, []).append(i)
-        return found
+        return grouped((prefix, i) for i, path in enumerate(self.paths) for prefix in prefixes(path))
 
     @cached_property
     def _sorted(self) -> list[str]:

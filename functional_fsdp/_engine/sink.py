@@ -80,8 +80,7 @@ class GradientSink:
     def memory(self, bucket: Bucket, numel: int) -> torch.Tensor:
         """Memory for so many main gradients."""
         if bucket.grads_on_host:
-            kept: torch.Tensor = _gradients_on_host(self.pool, self.run, bucket, numel)
-            return kept
+            return _gradients_on_host(self.pool, self.run, bucket, numel)
         return torch.empty(numel, dtype=bucket.grads, device=self.run.device)
 
     # ---------------------------------------------------------------- gradients that are used up

@@ -298,9 +298,11 @@ class Copier:
     def _object(self, value: Any, path: Path) -> Any:
         """A tensor, or an object of any other class, by what Python has for copies of it."""
         if isinstance(value, torch.Tensor):
-            self._memory(value, path)
-        if isinstance(value, torch.Tensor) and getattr(value, "place", None):  # a placeholder outside of its slot
-            self.copy(value.place[0], path)  # type: ignore[attr-defined]
+            if (name := self._seen_in(value)) is not None:  # it sees the parameter change, as `weight.detach()` does
+                what = f"has memory of the parameter {name!r}, whose values come from a state"
+                self._refuse(path, value, what, "Read the parameter in the forward; or keep a clone, as it is now.")
+            if place := getattr(value, "place", None):  # a placeholder outside of its slot
+                self.copy(place[0], path)
         met: Exception | None = None
         if not _is_torchs(value):
             try:
@@ -318,16 +320,9 @@ class Copier:
             self._refuse(path, value, f"cannot be copied ({why}), and may lead to weights", "Leave it out.", met)
         return value
 
-    def _memory(self, value: torch.Tensor, path: Path) -> None:
-        """Refuse a tensor that sees a parameter change, as `weight.detach()` does; not one that each call replaces."""
-        name = self._seen_in(value)
-        if name is not None:
-            what = f"has memory of the parameter {name!r}, whose values come from a state"
-            self._refuse(path, value, what, "Read the parameter in the forward; or keep a clone, as it is now.")
-
     def _seen_in(self, value: torch.Tensor) -> str | None:
-        """The path of a parameter whose memory a tensor has, too: also of a frozen one, which another spec may train,
-        and another file may have other values of."""
+        """The path of a parameter whose memory a tensor has, too, unless each call replaces the tensor. Also of a
+        frozen one, which another spec may train, and another file may have other values of."""
         span = span_of(value) if self.spans and id(value) not in self.renewed else None
         there = self.spans.get(span.storage, ()) if span is not None else ()
         return next((name for name, weight in there if span is not None and span.meets(weight)), None)

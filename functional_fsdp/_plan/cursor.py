@@ -79,6 +79,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from .._common.calls import provided
 from .._common.errors import ScheduleError
+from .._common.tree import grouped
 from .plan import Plan
 
 _cursor_table = provided("look.cursor_table")
@@ -822,9 +823,7 @@ def nominal(plan: Plan, bounded: bool) -> Iterator[Event]:
     Args:
         bounded: by a transform, which says where the pass begins, turns and ends; else by hand.
     """
-    reduces: dict[int, list[str]] = {}
-    for reduction in plan.reductions:
-        reduces.setdefault(plan.uses[reduction.use].group[1], []).append(reduction.unit)
+    reduces = grouped((plan.uses[reduction.use].group[1], reduction.unit) for reduction in plan.reductions)
     if bounded:
         yield "begin", ()
     for first, last in plan.groups:

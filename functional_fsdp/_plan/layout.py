@@ -92,8 +92,7 @@ class Leaf:
     @property
     def whole(self) -> tuple[int, ...]:
         """The shape of all ranks' parts together."""
-        whole: tuple[int, ...] = _whole_shape(self.seen_shape, self.cuts) if self.cuts else self.seen_shape
-        return whole
+        return _whole_shape(self.seen_shape, self.cuts) if self.cuts else self.seen_shape
 
 
 @dataclass(frozen=True)

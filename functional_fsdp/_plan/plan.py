@@ -97,7 +97,7 @@ import torch
 
 from .._common.calls import provided
 from .._common.errors import ScheduleError, SpecError, expect
-from .._common.tree import PathIndex
+from .._common.tree import PathIndex, grouped
 from .._spec.spec import Order, Schedule, Traits, named, schedule_of
 from .._spec.units import in_order_of_use
 from .layout import STAGED, Bucket, Layout, aligned
@@ -405,10 +405,7 @@ class Program:
     @cached_property
     def uses(self) -> dict[str, list[int]]:
         """Each unit's uses; units in order of first use."""
-        found: dict[str, list[int]] = {}
-        for k, name in enumerate(self.order):
-            found.setdefault(name, []).append(k)
-        return found
+        return grouped((name, k) for k, name in enumerate(self.order))
 
     @cached_property
     def length(self) -> int:
@@ -588,10 +585,8 @@ def choose_kept(
         return set(sizes) if keep else set()
     if isinstance(keep, tuple):
         return named(keep, [*sizes])
-    saves: dict[int, list[str]] = {}
-    for name, gathers in lives_of(schedule, program, sizes, ()).items():
-        if len(gathers) > 1:
-            saves.setdefault(len(gathers) - 1, []).append(name)
+    lives = lives_of(schedule, program, sizes, ())
+    saves = grouped((len(gathers) - 1, name) for name, gathers in lives.items() if len(gathers) > 1)
     # Among units that save as many gathers each, the smallest first (of equal ones the last, whose lives are short), so
     # it remains to choose how many of each kind: gathers saved -> (fewest bytes, those units).
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
@@ -828,10 +823,7 @@ class Plan:
     @cached_property
     def reductions_of(self) -> dict[str, list[int]]:
         """The reductions of each unit that has any."""
-        found: dict[str, list[int]] = {}
-        for i, reduction in enumerate(self.reductions):
-            found.setdefault(reduction.unit, []).append(i)
-        return found
+        return grouped((reduction.unit, i) for i, reduction in enumerate(self.reductions))
 
     @cached_property
     def stays(self) -> frozenset[str]:

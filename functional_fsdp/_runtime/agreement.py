@@ -71,6 +71,7 @@ from .._common.calls import guard, leave, uninterruptible
 from .._common.device import current_device
 from .._common.errors import CommError, FsdpError, RestartError, ScheduleError
 from .._common.record import QUEUES, Collective, Mark, Steps
+from .._common.tree import grouped
 from .._distributed import NUMBER, PROCESSES, Ballot, Case, HostVote, ProcessWatch
 from .._plan.layout import Bucket, Layout
 from .restart import Forms, Meeting, announce, restart
@@ -395,8 +396,7 @@ class Agreement:
         """The ranks with the coordinates of a rank, by default this one, but along these axes."""
         place = self.coordinate if rank is None else self.coordinate_of(rank)
         row = tuple(slice(None) if axis in axes else at for axis, at in place.items())
-        found: list[int] = self.grid[row].flatten().tolist()
-        return found
+        return self.grid[row].flatten().tolist()
 
     def coordinate_of(self, rank: int) -> dict[str, int]:
         """Where a rank stands on each axis of the mesh."""
@@ -924,10 +924,7 @@ def agree(joint: Joint, part: str, work: Callable[[], tuple[T, list[Topic]]]) ->
 
 def _digests(topics: list[Topic]) -> dict[tuple[int, Axes], str]:
     """A digest of the lines of each topic that are compared among the same ranks."""
-    lines: dict[tuple[int, Axes], list[str]] = {}
-    for t, topic in enumerate(topics):
-        for i, line in enumerate(topic.lines):
-            lines.setdefault((t, topic.axes(i)), []).append(line)
+    lines = grouped(((t, topic.axes(i)), line) for t, topic in enumerate(topics) for i, line in enumerate(topic.lines))
     return {
         key: hashlib.sha256(repr(some).encode(errors="backslashreplace")).hexdigest() for key, some in lines.items()
     }

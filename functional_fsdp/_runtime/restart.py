@@ -37,6 +37,7 @@ import torch.distributed as dist
 from .._common.errors import CommError, ScheduleError, TreeError
 from .._common.record import ARENA, QUEUES, Collective, Steps, together
 from .._common.torch_names import pytree
+from .._common.tree import grouped
 from .._distributed import Case
 
 MOST = 256  # transitions that are remembered
@@ -331,9 +332,7 @@ def _drain(run: Any, name: str) -> None:
 def twin(run: Any, hops: tuple[Collective, ...]) -> Steps:
     """The collectives of a job on scratch buffers, for whoever waits for them: buckets side by side, as in a job, after
     a gather's barriers."""
-    chains: dict[str, list[Collective]] = {}
-    for hop in hops:
-        chains.setdefault(hop.bucket, []).append(hop)
+    chains = grouped((hop.bucket, hop) for hop in hops)
     yield from _scratch(run, chains.pop(ARENA, []))
     yield from together([_scratch(run, chain) for chain in chains.values()])
 

@@ -133,8 +133,7 @@ class Runtime(Agreement):
         key = large, axes
         if key not in self.chosen:
             self.chosen[key] = choose()
-        found: T = self.chosen[key]
-        return found
+        return self.chosen[key]
 
     # ---- steps that are watched, or captured
 

@@ -246,6 +246,5 @@ class StreamLanes(HostLanes):
 def lanes_of(run: Agreement) -> HostLanes:
     """The lanes of a mesh: its medium's own; else streams where it has GPUs, else the host's."""
     if run.medium.lanes is not None:
-        found: HostLanes = run.medium.lanes(run)
-        return found
+        return run.medium.lanes(run)
     return StreamLanes(run) if run.device.type == "cuda" else HostLanes(run)

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch.nn as nn
 
 from .._common.errors import SpecError, expect
-from .._common.tree import PathIndex, bytes_text, prefixes
+from .._common.tree import PathIndex, bytes_text, grouped, prefixes
 from .._nn.skeleton import needs_module
 from .settings import describe_settings, opaque_settings
 
@@ -217,9 +217,7 @@ def find_units(
         if i not in owner:
             owner[i] = _Owner("part", _largest_part(paths[i], above))
 
-    found: dict[_Owner, list[int]] = {}
-    for i in range(len(paths)):
-        found.setdefault(owner[i], []).append(i)
+    found = grouped((owner[i], i) for i in range(len(paths)))
     names = _names(list(found), {unit: paths[members[0]] for unit, members in found.items()})
     groups = [Group(names[unit], unit.name, members) for unit, members in found.items()]
     parts = {names[unit] for unit in found if unit.kind == "part" and unit not in blocks}
@@ -240,9 +238,7 @@ def _found(paths: Sequence[str], nbytes: Sequence[int], dims: Sequence[int], fre
     seen: set[str] = set()
     while True:
         above = {prefix for block in set(blocks.values()) for prefix in _ancestors(block)}
-        members: dict[str, list[int]] = {}
-        for i in free:
-            members.setdefault(blocks[i] if i in blocks else _largest_part(paths[i], above), []).append(i)
+        members = grouped((blocks[i] if i in blocks else _largest_part(paths[i], above), i) for i in free)
         sizes = {part: sum(nbytes[i] for i in some) for part, some in members.items() if part not in seen}
         large = [part for part, size in sizes.items() if size * ALONE > total and len(members[part]) > 1]
         if not large:
@@ -311,9 +307,7 @@ class _Tree:
         found, left = 0, [part]
         layers = MOST * self.size[part] > self.whole
         while left:
-            forms: dict[int, list[str]] = {}
-            for inside in self.parts.get(left.pop(), ()):
-                forms.setdefault(self.form[inside], []).append(inside)
+            forms = grouped((self.form[inside], inside) for inside in self.parts.get(left.pop(), ()))
             for alike in forms.values():
                 numbered = layers and len(alike) >= LAYERS and all(one.rsplit(".", 1)[-1].isdigit() for one in alike)
                 if (len(alike) > 1 and alike[0] in self.deep) or numbered:
@@ -440,10 +434,7 @@ def in_order_of_use(paths: Sequence[str]) -> list[int]:
             (name, arranged(list(run), depth + 1) if name is not None else list(run))
             for name, run in groupby(some, lambda i: parts[i][depth] if depth < len(parts[i]) else None)
         ]
-        series: dict[tuple[str, ...], list[int]] = {}
-        for k, (name, _) in enumerate(runs):
-            if name is not None:
-                series.setdefault(tuple(NUMBER.split(name)[::2]), []).append(k)
+        series = grouped((tuple(NUMBER.split(name)[::2]), k) for k, (name, _) in enumerate(runs) if name is not None)
         new = list(runs)
         for places in series.values():
             names = [str(runs[k][0]) for k in places]
