@@ -262,7 +262,7 @@ class KeepProducts(torch_private.TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if RUNNING.calls[-1] is self.call:
             if func._schema.is_mutable:
-                written = {*_written(func, args, kwargs or {})}
+                written = {*map(storage_of, written_by(func, args, kwargs or {}))}
                 for one in self.region.products:
                     if one.storages & written:
                         one.let_go()
@@ -334,11 +334,6 @@ def _kind(func: Any) -> tuple[bool, int | None]:
     if draws or func._schema.is_mutable or "backward" in name:
         return False, None
     return func._overloadpacket in flop_registry or "attention" in name or name.startswith("_grouped_mm"), place
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[int]:
-    """The storages that an operation writes to."""
-    return map(storage_of, written_by(func, args, kwargs))
 
 
 class Habits:
