@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import optree
 
+from .errors import TreeError
 from .torch_names import pytree
 
 Paths = tuple[str, ...]
@@ -74,6 +75,15 @@ def dotted(keys: list[Any]) -> Paths:
             paths[i] += f".{pytree.keystr(keys[i])}"
         spelt |= more
     return tuple(paths)
+
+
+def refuse_surrogates(what: str, names: Iterable[str]) -> None:
+    """Raise TreeError for a name that is no Unicode text: neither digests of ranks nor files can have it."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise TreeError(f"{what} is called {name!r}, which is no Unicode text. Give it another name.") from None
 
 
 def prefixes(path: str) -> Iterable[str]:

@@ -79,7 +79,7 @@ from .manifest import (
     tensors_of,
     unchanged,
     with_residuals,
-    without_place,
+    without_places,
 )
 from .pieces import complete, read_recut, read_tensors, recut, write_tensors
 
@@ -285,13 +285,16 @@ def _optimizer_like(
     return None
 
 
-def with_replicas(path: Path, state: State, there: Mapping[str, Tensor], allow: Collection[str]) -> dict[str, Tensor]:
+def with_replicas(
+    path: Path, note: Mapping[str, Any], state: State, there: Mapping[str, Tensor], allow: Collection[str]
+) -> dict[str, Tensor]:
     """The tensors of a checkpoint under the names that this state has for them.
 
     Raises:
         SpecError: it has them by other ranks, and that is not allowed; or they differ.
     """
     by_leaf: dict[str, list[str]] = {}
+    without_place = without_places(note)
     for name in there:
         by_leaf.setdefault(without_place(name), []).append(name)
     wanted = names_of(state, there)
@@ -552,7 +555,7 @@ def _filled(
         if not own:
             fresh = with_extras(path, note, all_there, fresh)
         placed, again = recut(path, note, fresh, all_there)
-        there = with_replicas(path, fresh, placed, allow)
+        there = with_replicas(path, note, fresh, placed, allow)
         if not own:
             whole = {"is_leaf": lambda x: isinstance(x, FlatBuffer)}
             fresh = fresh._evolve(**{name: pytree.tree_map(blank, getattr(fresh, name), **whole) for name in SAVED})

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from .contents import Contents, Cut, Files, Filled, Format, entry_values, number
 from .deepspeed import DeepSpeed
 from .folder import NOTE, Entry
 from .load_weights import Rename, Source, opens_paths, renamed
-from .manifest import read_note, sizes, tensors_of, without_place
+from .manifest import read_note, sizes, tensors_of, without_places
 from .orbax import Orbax
 from .pieces import Dim, cuts_in, names_by_place, piece_of, strides_of
 from .torch_files import Accelerate, Dcp, HuggingFace, Peft, RankFiles, SafetensorsFile, StateDict, onto
@@ -46,11 +46,11 @@ class Own:
         note = read_note(path)
         sizes(path, note)
         there: dict[str, Any] = dict(tensors_of(path, note))
-        leaves = note["leaves"]
-        whose = _whose({without_place(name) for name in there}, leaves)
+        leaves, without_place = note["leaves"], without_places(note)
+        whose = _whose({*map(without_place, there)}, leaves)
         cut = {leaf: cuts_in(path, leaf, one) for leaf, one in leaves.items()}
         size = {leaf: numel_of(part_shape(one["shape"], cut[leaf])) for leaf, one in leaves.items()}
-        numbers = {what for leaf, what, one in _kept(there, whose) if numel_of(one.shape) != size[leaf]}
+        numbers = {what for leaf, what, one in _kept(there, whose, without_place) if numel_of(one.shape) != size[leaf]}
         numbers |= {"missed", "step"}  # a number for each leaf, which may have one element, too
         for base, (tree, leaf) in whose.items():
             if base not in there and cut[leaf]:
@@ -71,7 +71,7 @@ class Own:
         moments: dict[str, dict[str, Any]] = {}
         steps: dict[str, Any] = {}
         missed: dict[str, int] = {}
-        for leaf, what, one in _kept(there, whose):
+        for leaf, what, one in _kept(there, whose, without_place):
             held = _span(path, one, () if what in numbers else tuple(leaves[leaf]["shape"]))
             if what == "missed":
                 missed[leaf] = number_of(held, f"{path}: {leaf!r}")
@@ -82,7 +82,8 @@ class Own:
         for name in moments:
             steps.setdefault(name, note["step"] - missed.get(name, 0))
         steps[""] = note["step"]  # which no leaf need have had
-        buffers = {n.removeprefix("buffers."): one for n, one in there.items() if n.startswith("buffers.")}
+        trees = {n: n.partition(".") for n in there}  # what is called "" has no dot
+        buffers = {path_: there[n] for n, (tree, _, path_) in trees.items() if tree == "buffers"}
         if both := buffers.keys() & {*note["paths"]}:
             raise CheckpointError(
                 f"{path} has a parameter and a buffer that are both called {min(both)!r}. Read it by fsdp.load."
@@ -93,7 +94,7 @@ class Own:
             ties={alias: leaf for leaf, one in leaves.items() for alias in one["ties"]},
             buffers=frozenset(buffers), frozen=frozenset(p for p, one in leaves.items() if not one["trainable"]),
             moments=moments, steps=steps, step=note["step"],
-            left=tuple(n for n in there if n.startswith("extras.")),
+            left=tuple(n for n, (tree, _, _) in trees.items() if tree == "extras"),
         )  # fmt: skip
 
 
@@ -109,7 +110,9 @@ def _whose(bases: Iterable[str], leaves: Mapping[str, Any]) -> dict[str, tuple[s
     return {base: max(some, key=lambda one: many[one[0]]) for base, some in ways.items() if some}
 
 
-def _kept(there: Mapping[str, Any], whose: Mapping[str, tuple[str, str]]) -> list[tuple[str, str, Any]]:
+def _kept(
+    there: Mapping[str, Any], whose: Mapping[str, tuple[str, str]], without_place: Callable[[str], str]
+) -> list[tuple[str, str, Any]]:
     """What the optimizer keeps: of which leaf, under which name, and it."""
     owners = ((name, *whose.get(without_place(name), ("", ""))) for name in sorted(there))
     return [(leaf, tree[4:], there[name]) for name, tree, leaf in owners if tree == "opt" or tree.startswith("opt.")]

@@ -45,7 +45,7 @@ import os
 import re
 import warnings
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,9 +208,17 @@ def by_place(there: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def without_place(name: str) -> str:
-    """A tensor's name without where the ranks are that have it: `main.w of expert 0` -> `main.w`."""
-    return re.sub(r" of [^ ,]+ \d+(, [^ ,]+ \d+)*$", "", name)
+def without_places(note: Mapping[str, Any]) -> Callable[[str], str]:
+    """Of a tensor's name, what it is without where the ranks are that have it: `main.w of expert 0` -> `main.w`; but
+    for leaves and plain tensors that the checkpoint's notes have under just that name."""
+    own = {*note["leaves"], *(".".join(keys) for field in ("buffers", "extras") for keys, _ in note[field] or ())}
+
+    def without_place(name: str) -> str:
+        if any(letter == "." and name[at + 1 :] in own for at, letter in enumerate(name)):
+            return name
+        return re.sub(r" of [^ ,]+ \d+(, [^ ,]+ \d+)*$", "", name)
+
+    return without_place
 
 
 def any_apart(state: State, run: Runtime) -> list[str]:

@@ -35,7 +35,7 @@ import torch
 
 from .._common.calls import provided
 from .._common.errors import SpecError
-from .._common.tree import PathIndex, Paths
+from .._common.tree import PathIndex, Paths, refuse_surrogates
 from .._spec.placement import Placement
 from .._spec.precision import Codec, Form, LeafPrecision, Precision
 from .._spec.spec import Spec
@@ -538,6 +538,7 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
 
     Raises:
         SpecError: a pattern that matches nothing, a leaf in two units or without a placement, a leaf that cannot train.
+        TreeError: a name that is no Unicode text.
 
     >>> leaves = [LeafInfo("w", (300,), torch.float32), LeafInfo("b", (250,), torch.float32)]
     >>> layout = plan_layout(leaves, Spec({"data": 4}))
@@ -564,6 +565,8 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
     nbytes = [leaf.numel * leaf.dtype.itemsize for leaf in leaves]
     dims = [len(leaf.shape) for leaf in leaves]
     groups = find_units(paths, nbytes, tied, spec.units, dims, index=index)
+    refuse_surrogates("a leaf", every_path)
+    refuse_surrogates("a unit", (group.name for group in groups))
     kinds_of = _kinds(leaves, spec, index)
 
     order = tuple(order or (path for leaf in leaves for path in (leaf.path, *leaf.aliases)))

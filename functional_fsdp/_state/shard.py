@@ -36,7 +36,7 @@ from .._common.calls import outside_inference, provided
 from .._common.device import checksum, forked_random, host_memory, make_room, seed_generators
 from .._common.errors import FsdpError, SpecError, TreeError, as_names, expect
 from .._common.torch_names import FakeTensor, TorchDispatchMode, disable_current_modes, fake_tensors, pytree, to_scalar
-from .._common.tree import flatten, match
+from .._common.tree import flatten, match, refuse_surrogates
 from .._engine.gathers import CollectiveTransport, resolve_transport
 from .._nn.skeleton import is_dtensor, local_part, skeleton_of
 from .._optim.optimizer import as_optimizer, check_labels, initial
@@ -395,6 +395,7 @@ def _values(where: str, sums: dict[str, torch.Tensor], parts: Container[str], pl
 def _buffers(where: str, buffers: Any, local: Sequence[str], several: bool) -> Topic:
     """Every buffer and its checksum; of those that may differ by rank, that they are there."""
     paths, leaves, _ = flatten(buffers)
+    refuse_surrogates("a buffer", paths)
     for pattern in local:
         if all(match(pattern, path) is None for path in paths):
             raise SpecError(

@@ -223,3 +223,25 @@ def test_a_parameter_and_a_buffer_of_one_name(tmp_path: Path) -> None:
     state = fsdp.load(there, like=state)
     same(fsdp.full_params(state), {"a": {"b": full(1)}})
     same(state.buffers, {"a.b": full(2), "c": full(3)})
+
+
+def test_names_that_read_like_a_place_of_ranks(tmp_path: Path) -> None:
+    """Files call what ranks have of their own "w of expert 1". A leaf, a buffer or an extra may be called so, too."""
+    params, held = {"w": full(1), "w of b 1": full(2)}, {"": full(4), "n of b 1": full(3)}
+    spec = Spec(fsdp.local_mesh())
+    state = fsdp.step(fsdp.reduce(fsdp.shard(params, spec, fsdp.adamw(lr=0.1), buffers=held), params))
+    state = fsdp.replace_extras(state, **{"e of b 1": full(5)})
+    there = fsdp.open_checkpoint(fsdp.save(state, tmp_path / "there"))
+    same(dict(there), {**fsdp.full_params(state), **held})
+    assert {*there.optimizer} == {*params}
+    assert there.left == ("extras.e of b 1",)
+    fresh = fsdp.load_weights(fsdp.shard(params, spec, buffers=held), there)
+    same([fsdp.full_params(fresh), fresh.buffers], [fsdp.full_params(state), held])
+
+
+def test_names_that_are_no_text() -> None:
+    spec = Spec(fsdp.local_mesh())
+    named = Spec(fsdp.local_mesh(), units={"\ud800": ["w"]})
+    for key, one, buffers in (("\ud800", spec, {}), ("w", spec, {"\ud800": full(1)}), ("w", named, {})):
+        with pytest.raises(TreeError, match=r"a (leaf|buffer|unit) is called '\\ud800', which is no Unicode text"):
+            fsdp.shard({key: full(1)}, one, buffers=buffers)
