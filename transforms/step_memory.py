@@ -53,7 +53,7 @@ from ._drive.unit_uses import Gradients
 BLOCK = 512  # bytes: what GPUs' allocators round up to
 
 
-class Alive(torch_private.TorchDispatchMode):
+class Alive(torch_private.OperationMode):
     """Counts the bytes of tensors that operations make, while they live: `now`, and the most since `lap`."""
 
     def __init__(self, device: torch.device, known: Sequence[torch.Tensor]) -> None:
@@ -62,8 +62,8 @@ class Alive(torch_private.TorchDispatchMode):
         self.now = self.most = 0
         self.known = {t.untyped_storage()._cdata for t in known}  # which are not counted
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
         for t in torch_private.pytree.tree_leaves(out):
             if isinstance(t, torch.Tensor) and t.device.type == self.kind and t.layout is torch.strided:
                 storage = t.untyped_storage()

@@ -150,6 +150,33 @@ class TorchDispatchMode(_python_dispatch.TorchDispatchMode):
         super().__init_subclass__(**kwargs)
 
 
+class OperationMode(TorchDispatchMode):
+    """Has each operation go through `operation`; of a higher-order operator (`torch.cond`) those of its functions."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else functions of such an operator would not be traced
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, torch._ops.HigherOrderOperator):
+            return self.operation(func, args, kwargs or {})
+        args, kwargs = pytree.tree_map_only(callable, self._within, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _within(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def within(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return within
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the operation gives."""
+        raise NotImplementedError
+
+
 def gradients(
     output: torch.Tensor, scale: torch.Tensor, inputs: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor | None, ...]:

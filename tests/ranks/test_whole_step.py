@@ -488,6 +488,51 @@ def test_a_compiled_step_that_is_stopped_before_its_update_can_be_taken_again() 
     assert state.steps == 1
 
 
+class Branches(nn.Module):
+    """A higher-order operator, whose functions read a buffer."""
+
+    seen: torch.Tensor
+
+    def __init__(self, drop: Callable[[torch.Tensor], torch.Tensor] = torch.sin) -> None:
+        super().__init__()
+        self.drop, self.inner, self.norm = drop, nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.inner(x))
+        self.seen.copy_(torch.cond(x[0, 0] > 0, lambda x, seen: seen + x[0], lambda x, seen: seen - 1, (x, self.seen)))
+        return torch.cond(x[0, 0] > 0, lambda x: self.drop(x @ x.t() @ x), lambda x: x.cos(), (x,))
+
+
+@pytest.mark.parametrize("how", ["compiled", "products"])
+def test_a_higher_order_operator_computes_what_it_does_in_an_eager_step(how: str) -> None:
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    found = []
+    for other in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Sequential(Branches())).double()
+        params, model = fsdp.functionalize(module)
+        state = fsdp.shard(
+            params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1, momentum=0.5), buffers=fsdp.buffers(module)
+        )
+        if other and how == "products":
+            model = T.remat(model, "0", products=("0",))
+        step = step_of(model, lambda model, x: model(x).square().mean())
+        if other and how == "compiled":
+            step = T.compile(step, "aot_eager")
+        for _ in range(2):
+            state, _ = step(state, x)
+        found.append(fsdp.state_dict(state))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_random_numbers_within_a_higher_order_operator_are_refused() -> None:
+    """Whichever branch runs: both are in the graph."""
+    state, model = state_of(Branches(F.dropout), fsdp.buffers(Branches()))
+    with pytest.raises(ScheduleError, match=r"dropout.*draws by itself"):
+        T.compile(step_of(model), "aot_eager")(state, torch.ones(4, WIDTH))
+
+
 def test_rounds_of_two_states_may_alternate() -> None:
     """A whole round of one, between two microbatches of the other."""
     found = []

@@ -124,7 +124,7 @@ def draws(func: Any, args: Sequence[Any] = (), kwargs: Any = None) -> bool:
     return True
 
 
-class Draws(torch_private.TorchDispatchMode):
+class Draws(torch_private.OperationMode):
     """Notes what is drawn while a graph is made.
 
     Attributes:
@@ -148,14 +148,14 @@ class Draws(torch_private.TorchDispatchMode):
         super().__exit__(*error)
         self.python = self.before != _of_python()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         if draws(func, args, kwargs):
             where = self.ops if torch_private.autograd_node() is None else self.backward
             where.setdefault(str(func), users_line(_stack()))
-            own = any(isinstance(value, torch.Generator) for value in (kwargs or {}).values())
+            own = any(isinstance(value, torch.Generator) for value in kwargs.values())
             if func._schema.name.split("::")[1] not in DRAWN or own:
                 self.others.setdefault(str(func), where[str(func)])
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def refuse(self) -> None:
         """Raise for what a graph would draw alike in each step, or not as the forward did."""
@@ -481,6 +481,8 @@ def _lifted(module: fx.GraphModule) -> list[torch.Tensor]:
     values = []
     for node in [node for node in graph.nodes if node.op == "get_attr"]:
         name = str(node.target)
+        if isinstance(getattr(module, name), fx.GraphModule):  # of a higher-order operator
+            continue
         if name not in found:
             values.append(getattr(module, name))
             with graph.inserting_after(last):

@@ -223,7 +223,7 @@ class TracedDriver(Driver):
         self.copies.append((path, copied, copied._version))
 
 
-class Writes(torch_private.TorchDispatchMode):
+class Writes(torch_private.OperationMode):
     """Notes which storages operations write to, by what they say of themselves. Versions do not tell: the one of batch
     norm that is traced leaves them as they are. And has them refuse dtypes as they do when they run."""
 
@@ -231,11 +231,11 @@ class Writes(torch_private.TorchDispatchMode):
         super().__init__()
         self.found: dict[int, Any] = {}  # and keeps them, so that no other gets their name
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         check_dtypes(func, args)
-        for value in written(func, args, kwargs or {}):
+        for value in written(func, args, kwargs):
             self.found[place(value)[0]] = value
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class TracedBuffers(Buffers):

@@ -247,7 +247,7 @@ class Product:
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, self.out)
 
 
-class KeepProducts(torch_private.TorchDispatchMode):
+class KeepProducts(torch_private.OperationMode):
     """Within, products of a region's forward are kept.
 
     Args:
@@ -258,15 +258,15 @@ class KeepProducts(torch_private.TorchDispatchMode):
         super().__init__()
         self.call, self.region, self.packed = call, region, packed
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
         if RUNNING.calls[-1] is self.call:
             if func._schema.is_mutable:
-                written = {*map(storage_of, written_by(func, args, kwargs or {}))}
+                written = {*map(storage_of, written_by(func, args, kwargs))}
                 for one in self.region.products:
                     if one.storages & written:
                         one.let_go()
-            elif _is_product(func, args, kwargs or {}):
+            elif _is_product(func, args, kwargs):
                 self.region.products.append(Product(func, out, self.packed()))
         return out
 
@@ -281,16 +281,16 @@ class KeepProducts(torch_private.TorchDispatchMode):
         return out
 
 
-class ReuseProducts(torch_private.TorchDispatchMode):
+class ReuseProducts(torch_private.OperationMode):
     """Within, products of a region's recomputation are what they were in its forward."""
 
     def __init__(self, call: Running, region: RegionRecord) -> None:
         super().__init__()
         self.call, self.region, self.at = call, region, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if RUNNING.calls[-1] is not self.call or not _is_product(func, args, kwargs or {}):
-            return func(*args, **(kwargs or {}))
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if RUNNING.calls[-1] is not self.call or not _is_product(func, args, kwargs):
+            return func(*args, **kwargs)
         products, found = self.region.products, None
         if self.at < len(products):
             product = products[self.at]
@@ -301,7 +301,7 @@ class ReuseProducts(torch_private.TorchDispatchMode):
                 )
             found = product.again()
         self.at += 1
-        return func(*args, **(kwargs or {})) if found is None else found
+        return func(*args, **kwargs) if found is None else found
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with self:
