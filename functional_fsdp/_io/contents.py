@@ -35,7 +35,7 @@ import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -69,17 +69,7 @@ class Files:
             os.close(self.opened.popitem()[1])
 
 
-class Span(Protocol):
-    """A tensor that can be read in runs."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    def values(self, first: int, n: int, files: Files) -> torch.Tensor: ...
-
-
-Part = tuple[Piece, "Span | Entry | torch.Tensor"]
+Part = tuple[Piece, Any]
 
 
 def entry_values(one: Any, first: int, n: int, files: Files) -> torch.Tensor:
@@ -155,6 +145,31 @@ def box(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], part
     return piece_of("", dims, sum(a * step for a, step in zip(offsets, steps, strict=True))), part
 
 
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements [start, stop) of a tensor in C order as boxes, one after another: where each begins, and its sizes.
+
+    [3, 4], 2 to 11:  [0, 2] 1 × 2,  [1, 0] 1 × 4,  [2, 0] 1 × 3
+    """
+    if not shape or start >= stop:
+        if start < stop or not numel_of(shape):
+            yield (0,) * len(shape), tuple(shape)
+        return
+    inner = numel_of(shape[1:])
+    low, high = -(-start // inner), stop // inner  # whole rows
+    if low > high:  # within one row
+        for offsets, sizes in boxes(shape[1:], start - high * inner, stop - high * inner):
+            yield (high, *offsets), (1, *sizes)
+        return
+    if start < low * inner:
+        for offsets, sizes in boxes(shape[1:], start - (low - 1) * inner, inner):
+            yield (low - 1, *offsets), (1, *sizes)
+    if low < high:
+        yield (low, *(0 for _ in shape[1:])), (high - low, *shape[1:])
+    if high * inner < stop:
+        for offsets, sizes in boxes(shape[1:], 0, stop - high * inner):
+            yield (high, *offsets), (1, *sizes)
+
+
 def run(first: int, n: int, part: Any, at: int = 0) -> Part:
     """A part that is elements [first, first + n) of a tensor; they are those from `at` on of what it lies in."""
     piece = piece_of("", (Dim(n, 1, 0, n),), first)
@@ -170,6 +185,7 @@ def strided(shape: Sequence[int], strides: Sequence[int], at: int, dtype: torch.
 
 
 Spans = dict[str, Any]  # Entry, Cut, Blob, Filled or tensor, by name
+THEIRS = {"mean": "exp_avg", "square": "exp_avg_sq"}  # what adamw keeps, as torch.optim.AdamW calls it
 Moments = dict[str, dict[str, Any]]  # what an optimizer keeps for a leaf, by the leaf's name and its own
 
 
@@ -529,7 +545,7 @@ def _mesh_shape(mesh: Any) -> tuple[int, ...]:
     layout = mesh.__dict__["state"].get("_layout")
     if layout is not None:
         sizes: list[int] = []
-        for axis in layout.axes if _has(layout, "axes") else (layout,):
+        for axis in layout.axes if hasattr(layout, "axes") else (layout,):
             shape = axis.shape
             sizes += [int(torch.Size(shape).numel()) if isinstance(shape, tuple) else shape]
         return tuple(sizes)
@@ -539,23 +555,15 @@ def _mesh_shape(mesh: Any) -> tuple[int, ...]:
     raise pickle.UnpicklingError("a DTensor on a mesh of unknown shape")
 
 
-def _has(inert: Inert, name: str) -> bool:
-    return hasattr(inert, name)
-
-
 def _placements(placements: Any) -> tuple[tuple[str, int], ...]:
     found = []
     for one in placements:
         kind = one.name.rsplit(".", 1)[-1]
         if kind not in ("Shard", "Replicate"):
             raise pickle.UnpicklingError(f"a DTensor that is placed by {kind}; expected Shard and Replicate")
-        dim = one.dim if kind == "Shard" and _has(one, "dim") else one.args[0] if kind == "Shard" else 0
+        dim = one.dim if kind == "Shard" and hasattr(one, "dim") else one.args[0] if kind == "Shard" else 0
         found.append((kind.lower(), int(dim)))
     return tuple(found)
-
-
-def _encoded(text: str, encoding: str = "latin1") -> bytes:
-    return text.encode("latin1")
 
 
 TABLE: dict[str, Any] = {
@@ -564,7 +572,7 @@ TABLE: dict[str, Any] = {
     "builtins.set": set,
     "builtins.frozenset": frozenset,
     "builtins.complex": complex,
-    "_codecs.encode": _Call(_encoded),
+    "_codecs.encode": _Call(lambda text, *encoding: text.encode("latin1")),
     "torch.Size": tuple,
     "torch.device": _Call(lambda *args: ":".join(map(str, args))),
     "torch.serialization._get_layout": _Call(_first),

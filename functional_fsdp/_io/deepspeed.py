@@ -13,17 +13,29 @@ stage 3        of each leaf an equal part for each rank, the last one padded; pa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .._common.errors import CheckpointError
-from .contents import Contents, Cut, Held, Inert, by_number, numel_of, plain_name, read_saved, run, span_of, steps_from
-from .torch_files import ties_of
+from .contents import (
+    Contents,
+    Cut,
+    Held,
+    Inert,
+    Moments,
+    by_number,
+    numel_of,
+    plain_name,
+    read_saved,
+    run,
+    span_of,
+    steps_from,
+)
+from .torch_files import Spanned, ties_of
 
 MODEL = re.compile(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt$")
 OPTIM = re.compile(r"^(?:\w+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
-Spanned = tuple[Any, Callable[[Held], Any], Path]
 Flat = list[tuple[int, Any, int, Path]]  # of each part: where it begins, where it lies, how long it is, its file
 
 
@@ -120,8 +132,9 @@ def _shape(file: Path, name: str, shape: Any) -> tuple[int, ...]:
 def _stage(ranks: list[Spanned], model: Mapping[str, Any]) -> tuple[int, int]:
     _, _, file = ranks[0]
     optimizers = [_optimizer(one) for one in ranks]
-    stage = optimizers[0].get("zero_stage")
-    stage = stage.args[0] if isinstance(stage, Inert) else stage
+    said = [one.get("zero_stage") for one in optimizers]
+    stages = [stage.args[0] if isinstance(stage, Inert) else stage for stage in said]
+    stage = stages[0]
     world = optimizers[0].get("partition_count")
     world = max(world) if isinstance(world, list) else world
     if stage not in (1, 2, 3) or type(world) is not int:
@@ -131,9 +144,7 @@ def _stage(ranks: list[Spanned], model: Mapping[str, Any]) -> tuple[int, int]:
             f"{file} is of {world} ranks; {len(ranks)} files of optimizer states are there, and the model's says "
             f"{model.get('dp_world_size')}. Some are missing, or of another checkpoint."
         )
-    for other, (_, _, name) in zip(optimizers, ranks, strict=True):
-        theirs = other.get("zero_stage")
-        theirs = theirs.args[0] if isinstance(theirs, Inert) else theirs
+    for theirs, (_, _, name) in zip(stages, ranks, strict=True):
         if theirs != stage:
             raise CheckpointError(f"{name} is of ZeRO stage {theirs}, and {file.name} of {stage}: of two checkpoints?")
     return stage, world
@@ -189,13 +200,13 @@ def _cut(name: str, shape: tuple[int, ...], dtype: Any, first: int, flat: Flat) 
     return made
 
 
-Found = tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any]]
+Found = tuple[dict[str, Any], Moments, dict[str, Any]]
 
 
 def _second(ranks: list[Spanned], shapes: list[dict[str, tuple[int, ...]]]) -> Found:
     """Stages 1 and 2: by group."""
     weights: dict[str, Any] = {}
-    moments: dict[str, dict[str, Any]] = {}
+    moments: Moments = {}
     steps: dict[str, Any] = {}
     optimizers = [_optimizer(one) for one in ranks]
     paddings = optimizers[0].get("param_alignment_paddings")
@@ -220,7 +231,7 @@ def _second(ranks: list[Spanned], shapes: list[dict[str, tuple[int, ...]]]) -> F
 def _third(ranks: list[Spanned], shapes: list[dict[str, tuple[int, ...]]]) -> Found:
     """Stage 3: by leaf."""
     weights: dict[str, Any] = {}
-    moments: dict[str, dict[str, Any]] = {}
+    moments: Moments = {}
     steps: dict[str, Any] = {}
     optimizers = [_optimizer(one) for one in ranks]
     flats: dict[str, list[Flat]] = {"": []}
@@ -298,7 +309,7 @@ def _step(name: str, state: Mapping[str, Any], span: Any) -> dict[str, Any]:
 def _universal(folder: Path, shapes: list[dict[str, tuple[int, ...]]], step: Any) -> Found:
     """A folder of each leaf."""
     weights: dict[str, Any] = {}
-    moments: dict[str, dict[str, Any]] = {}
+    moments: Moments = {}
     steps: dict[str, Any] = {}
     for group in shapes:
         for name, shape in group.items():
@@ -330,7 +341,7 @@ def _without_zero(folder: Path, model: Spanned, about: dict[str, Any]) -> Conten
         raise CheckpointError(f"{folder} has no *_optim_states.pt, in which DeepSpeed keeps main weights.")
     ties = ties_of((plain_name(n), t) for n, t in tree["module"].items())
     found = {plain_name(n): span_of(t, span) for n, t in tree["module"].items() if plain_name(n) not in ties}
-    moments: dict[str, dict[str, Any]] = {}
+    moments: Moments = {}
     optimizer = tree.get("optimizer")
     left: tuple[str, ...] = ()
     if isinstance(optimizer, Mapping) and isinstance(optimizer.get("state"), Mapping):

@@ -1,5 +1,10 @@
 """Checkpoints of any known format, this library's own among them.
 
+Sources: where weights come from, a run of elements at a time.
+
+a mapping      {name: tensor}
+a checkpoint   what `open_checkpoint` gives, of any format; a path is opened by it
+
 This library's own checkpoints, as any other: leaves, buffers, and what the optimizer keeps.
 
 open_checkpoint: what lies in a folder or a file of any known format, as tensors by name that are read when asked
@@ -22,18 +27,29 @@ from typing import Any
 import torch
 
 from .._axes import Cuts, boxes, part_shape
-from .._common.errors import CheckpointError, FsdpError, SpecError, as_path, expect
+from .._common.errors import CheckpointError, FsdpError, SpecError, TreeError, as_path, expect
 from .._common.tree import bytes_text, table
-from .contents import Contents, Cut, Files, Filled, Format, entry_values, number_of, numel_of, run
+from .contents import (
+    THEIRS,
+    Contents,
+    Cut,
+    Files,
+    Filled,
+    Format,
+    entry_values,
+    number_of,
+    numel_of,
+    run,
+    tensors_expected,
+)
 from .deepspeed import DeepSpeed
 from .folder import NOTE, Entry
-from .load_weights import Rename, Source, opens_paths, renamed
 from .manifest import read_note, sizes, tensors_of, without_places
 from .orbax import Orbax
-from .pieces import Dim, cuts_in, names_by_place, piece_of, strides_of
+from .pieces import Dim, Piece, blocks, cuts_in, names_by_place, piece_of, strides_of
 from .torch_files import Accelerate, Dcp, HuggingFace, Peft, RankFiles, SafetensorsFile, StateDict, onto
 
-NAMES = {"mean": "exp_avg", "square": "exp_avg_sq"}  # of adamw, as others call them
+Rename = Callable[[str], str] | Mapping[str, str]
 
 
 class Own:
@@ -78,7 +94,7 @@ class Own:
             elif what == "step":
                 steps[leaf] = held
             else:
-                moments.setdefault(leaf, {})[NAMES.get(what, what)] = held
+                moments.setdefault(leaf, {})[THEIRS.get(what, what)] = held
         for name in moments:
             steps.setdefault(name, note["step"] - missed.get(name, 0))
         steps[""] = note["step"]  # which no leaf need have had
@@ -152,6 +168,49 @@ FORMATS: tuple[Format, ...] = (
 ALONE: dict[type, Format] = {Dcp: HuggingFace(), RankFiles: HuggingFace()}  # what does not lie beside another one
 DAMAGED = (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, AssertionError)
 MOST_TIED = 1 << 20  # elements that are compared at once to tell whether two leaves are one
+
+
+class Source:
+    """Tensors by name, in files or in memory: each a tensor, an Entry or a Span (see `spans`)."""
+
+    def __init__(self, what: str, tensors: Mapping[str, Any]) -> None:
+        self.what, self.tensors = what, tensors
+
+    def held_as(self, name: str) -> str:
+        """The name under which the source holds what this name says."""
+        return name
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def read(self, some: Iterable[Piece], start: int, into: torch.Tensor) -> None:
+        """Elements [start, start + n) of the leaf that has these pieces, into `into` [n], of any dtype and device."""
+        with Files() as files:
+            for piece in some:
+                one = self.tensors[piece.name]
+                for block in blocks(piece, start, start + into.numel()):
+                    values = entry_values(one, block.file, block.numel, files)
+                    block.of(into, start).copy_(values.view(block.sizes))
+
+    def prefix_for(self, paths: Iterable[str]) -> tuple[str, str]:
+        """What a name in the source has at its beginning that a path has not, and the other way round: ("model.", "")
+        where "model.w" is the leaf "w". Nothing where a path is a name there, or where not all names follow."""
+        paths = [*paths]
+        if any(path in self.tensors for path in paths) or not paths:
+            return "", ""
+        tails = {path: [name for name in self.tensors if name.endswith(f".{path}")] for path in paths[:1]}
+        for name in tails[paths[0]]:
+            prefix = name.removesuffix(paths[0])
+            if all(one.startswith(prefix) and one.removeprefix(prefix) in {*paths} for one in self.tensors):
+                return prefix, ""
+        for name in self.tensors:
+            for path in paths:
+                if path.endswith(f".{name}"):
+                    prefix = path.removesuffix(name)
+                    if all(prefix + one in {*paths} for one in self.tensors):
+                        return "", prefix
+            break
+        return "", ""
 
 
 class Checkpoint(Source, Mapping[str, torch.Tensor]):
@@ -332,7 +391,6 @@ class Checkpoint(Source, Mapping[str, torch.Tensor]):
         )
 
 
-@opens_paths
 def open_checkpoint(
     path: str | os.PathLike[str], *, prefix: str | None = None, base: str | os.PathLike[str] | None = None
 ) -> Checkpoint:
@@ -374,6 +432,34 @@ def open_checkpoint(
     if not contents.tensors:
         raise CheckpointError(f"{folder} is {contents.format}, and has no weights.")
     return Checkpoint(folder, contents)
+
+
+def opened(source: Any) -> Source:
+    """What a source holds, before anything of it is read.
+
+    Raises:
+        FileNotFoundError, CheckpointError: there are no weights, or they are damaged. SpecError: no kind of source.
+    """
+    if isinstance(source, Source):
+        return source
+    if isinstance(source, Mapping):
+        for name, one in source.items():
+            kind = type(one)
+            if not isinstance(name, str) or not isinstance(one, torch.Tensor):
+                raise TreeError(f"weights: the mapping has a {kind.__name__} at {name!r}; {tensors_expected(name)}")
+            if kind not in (torch.Tensor, torch.nn.Parameter) and hasattr(one, "full_tensor"):
+                raise TreeError(
+                    f"weights: the mapping has a {kind.__name__} at {name!r}; expected plain tensors. Give whole "
+                    "ones, .full_tensor() on every rank; or save them, and open the folder by open_checkpoint."
+                )
+        return Source("the mapping", dict(source))
+    said = "a folder, a file, what open_checkpoint gives, or a mapping of names to tensors"
+    return open_checkpoint(as_path("weights", source, said))
+
+
+def renamed(path: str, rename: Rename | None, theirs: str, ours: str) -> str:
+    """What a leaf is called in a source: as is said, or else with another beginning."""
+    return rename(path) if callable(rename) else (rename or {}).get(path, theirs + path.removeprefix(ours))
 
 
 def _contents(path: Path) -> Contents:

@@ -1,10 +1,5 @@
 """Weights from files or another framework's tree.
 
-Sources: where weights come from, a run of elements at a time.
-
-a mapping      {name: tensor}
-a checkpoint   what `open_checkpoint` gives, of any format; a path is opened by it
-
 load_weights: weights from files or another framework's tree, each rank its own runs only.
 
 The optimizer's state by leaf path, out and in: for other frameworks' checkpoints, plots, and other optimizers.
@@ -13,16 +8,15 @@ The optimizer's state by leaf path, out and in: for other frameworks' checkpoint
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 
 from .._axes import Cuts, whole_shape
 from .._common.calls import alone, provide, verb
 from .._common.device import clone_as
-from .._common.errors import ScheduleError, SpecError, TreeError, as_names, as_path, expect
+from .._common.errors import ScheduleError, SpecError, TreeError, as_names, expect
 from .._common.tree import PathIndex, flatten
 from .._redistribute import Node, copies, nodes_of, renewed
 from .._runtime.agreement import Joint, Topic, agree
@@ -30,79 +24,14 @@ from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._storage import FlatBuffer, coordinate_of, leaf_shards, whole_leaves, zeros
 from .._verbs import with_counts
-from .contents import Files, entry_values, tensors_expected
+from .contents import THEIRS
 from .conversions import Conversions, checked, part_of, same_conversions
+from .foreign import Checkpoint, Rename, Source, opened, renamed
 from .manifest import as_there
-from .pieces import Piece, blocks, pieces
+from .pieces import Piece, pieces
 
 Leaves = dict[str, tuple[tuple[int, ...], torch.dtype, Cuts]]  # shape, dtype, and how it is cut, by path
-Rename = Callable[[str], str] | Mapping[str, str]
 Partial = bool | str | Sequence[str]  # which leaves may be missing: all, none, or those of patterns
-Opener = TypeVar("Opener", bound=Callable[..., "Source"])
-OPENERS: list[Callable[[Path], Source]] = []  # by what a path is opened: the reader of checkpoints registers itself
-
-
-class Source:
-    """Tensors by name, in files or in memory: each a tensor, an Entry or a Span (see `spans`)."""
-
-    def __init__(self, what: str, tensors: Mapping[str, Any]) -> None:
-        self.what, self.tensors = what, tensors
-
-    def held_as(self, name: str) -> str:
-        """The name under which the source holds what this name says."""
-        return name
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-    def read(self, some: Iterable[Piece], start: int, into: torch.Tensor) -> None:
-        """Elements [start, start + n) of the leaf that has these pieces, into `into` [n], of any dtype and device."""
-        with Files() as files:
-            for piece in some:
-                one = self.tensors[piece.name]
-                for block in blocks(piece, start, start + into.numel()):
-                    values = entry_values(one, block.file, block.numel, files)
-                    block.of(into, start).copy_(values.view(block.sizes))
-
-    def prefix_for(self, paths: Iterable[str]) -> tuple[str, str]:
-        """What a name in the source has at its beginning that a path has not, and the other way round: ("model.", "")
-        where "model.w" is the leaf "w". Nothing where a path is a name there, or where not all names follow."""
-        paths = [*paths]
-        if any(path in self.tensors for path in paths) or not paths:
-            return "", ""
-        tails = {path: [name for name in self.tensors if name.endswith(f".{path}")] for path in paths[:1]}
-        for name in tails[paths[0]]:
-            prefix = name.removesuffix(paths[0])
-            if all(one.startswith(prefix) and one.removeprefix(prefix) in {*paths} for one in self.tensors):
-                return prefix, ""
-        for name in self.tensors:
-            for path in paths:
-                if path.endswith(f".{name}"):
-                    prefix = path.removesuffix(name)
-                    if all(prefix + one in {*paths} for one in self.tensors):
-                        return "", prefix
-            break
-        return "", ""
-
-
-def opens_paths(opener: Opener) -> Opener:
-    """Have paths opened by this function."""
-    OPENERS[:] = [opener]
-    return opener
-
-
-def opened(source: Any) -> Source:
-    """What a source holds, before anything of it is read.
-
-    Raises:
-        FileNotFoundError, CheckpointError: there are no weights, or they are damaged. SpecError: no kind of source.
-    """
-    if isinstance(source, Source):
-        return source
-    if isinstance(source, Mapping):
-        return Source("the mapping", _tensors("the mapping", source))
-    said = "a folder, a file, what open_checkpoint gives, or a mapping of names to tensors"
-    return OPENERS[0](as_path("weights", source, said))
 
 
 def same_source(source: Source, convert: Conversions) -> tuple[Source, list[Topic]]:
@@ -123,23 +52,6 @@ def weights_given(
     cuts = checked(convert)
     source, topics = same_source(opened(weights), cuts)
     return lambda main, buffers, aliases: fill_weights(main, buffers, source, rename, cuts, partial, aliases), topics
-
-
-def _tensors(what: str, held: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
-    for name, one in held.items():
-        if not isinstance(name, str) or not isinstance(one, torch.Tensor):
-            raise TreeError(f"weights: {what} has a {type(one).__name__} at {name!r}; {tensors_expected(name)}")
-        if type(one) not in (torch.Tensor, torch.nn.Parameter) and hasattr(one, "full_tensor"):
-            raise TreeError(
-                f"weights: {what} has a {type(one).__name__} at {name!r}; expected plain tensors. Give whole ones, "
-                ".full_tensor() on every rank; or save them, and open the folder by open_checkpoint."
-            )
-    return dict(held)
-
-
-def renamed(path: str, rename: Rename | None, theirs: str, ours: str) -> str:
-    """What a leaf is called in a source: as is said, or else with another beginning."""
-    return rename(path) if callable(rename) else (rename or {}).get(path, theirs + path.removeprefix(ours))
 
 
 def fill_weights(
@@ -526,23 +438,19 @@ def load_optimizer_state(
 
 def _source(state: State, source: Any, rename: Rename | None) -> tuple[Source, int | None]:
     """What there is, and how many steps were taken, where it says so."""
-    if rename is not None and isinstance(source, Mapping) and not isinstance(source, Source):
+    plain = isinstance(source, Mapping) and not isinstance(source, Source)
+    if plain and rename is not None:
         raise SpecError("load_optimizer_state(rename=): names of a mapping are its own. Rename them there.")
-    if (
-        isinstance(source, Mapping)
-        and not isinstance(source, Source)
-        and all(isinstance(one, Mapping) for one in source.values())
-    ):
+    if plain and all(isinstance(one, Mapping) for one in source.values()):
         flat = {f"{name}.{path}" if path else name: t for path, some in source.items() for name, t in some.items()}
         return opened(flat), None
     found = opened(source)
-    if not getattr(found, "optimizer", None):
+    if not isinstance(found, Checkpoint) or not found.optimizer:
         return found, None  # names as "mean.layers.0.w"
-    there: Any = found
-    return Source(found.what, _of_checkpoint(state, there, rename)), there.step
+    return Source(found.what, _of_checkpoint(state, found, rename)), found.step
 
 
-def _of_checkpoint(state: State, there: Any, rename: Rename | None) -> dict[str, Any]:
+def _of_checkpoint(state: State, there: Checkpoint, rename: Rename | None) -> dict[str, Any]:
     """What a checkpoint has for this state's optimizer, under its own names.
 
     Raises:
@@ -552,7 +460,7 @@ def _of_checkpoint(state: State, there: Any, rename: Rename | None) -> dict[str,
     names = {n.path: THEIRS.get(n.path, n.path) for n in nodes_of(every.opt) if isinstance(n.value, FlatBuffer)}
     paths = dict(zip(state.layout.paths, state.layout.source, strict=True))
     trained = {leaf.path for name in state.layout.trainable for leaf in state.layout.buckets[name].leaves}
-    found: dict[str, Any] = there.moments(names, paths, trained, rename)
+    found = there.moments(names, paths, trained, rename)
     if not found:
         has = sorted({name for some in there.optimizer.values() for name in some})
         raise TreeError(
@@ -560,9 +468,6 @@ def _of_checkpoint(state: State, there: Any, rename: Rename | None) -> dict[str,
             f"{len(there.optimizer)} leaves; this optimizer keeps {', '.join(map(repr, names.values())) or 'nothing'}."
         )
     return found
-
-
-THEIRS = {"mean": "exp_avg", "square": "exp_avg_sq"}  # what adamw keeps, as torch.optim.AdamW calls it
 
 
 def _read(nodes: list[Node], there: Source, partial: bool) -> None:

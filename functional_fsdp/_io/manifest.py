@@ -54,6 +54,7 @@ import torch
 from .._common.device import checksum
 from .._common.errors import CheckpointError, SpecError, TreeError
 from .._common.torch_names import pytree
+from .._common.tree import flatten
 from .._optim_extra.from_torch import FromTorch
 from .._optim_extra.partition import Partition
 from .._optim_extra.whole import WholeLeaves
@@ -176,6 +177,11 @@ def _number(run: Runtime, axes: Iterable[str]) -> tuple[int, int]:
     for axis in axes:
         index, count = index * run.sizes[axis] + run.coordinate[axis], count * run.sizes[axis]
     return index, count
+
+
+def buffers_of(state: State) -> dict[str, Any]:
+    """Buffers by path."""
+    return dict(zip(*flatten(state.buffers)[:2], strict=True))
 
 
 def content(part: SavedTensor) -> str:

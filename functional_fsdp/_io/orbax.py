@@ -16,17 +16,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from importlib import import_module
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .._common.errors import CheckpointError
-from .contents import Contents, Files
+from .contents import Contents, Files, boxes
 
 METADATA = "_METADATA"
 ARRAYS = ("jax.Array", "np.ndarray", "scalar")
@@ -189,7 +188,8 @@ class Array:
     def values(self, first: int, n: int, files: Files) -> torch.Tensor:
         found = torch.empty(n, dtype=self.dtype, device="cpu")
         seen, at = self.store.T if self.turned else self.store, 0
-        for box in _boxes(self.shape, first, first + n):
+        for begin, sizes in boxes(self.shape, first, first + n):
+            box = tuple(slice(a, a + size) for a, size in zip(begin, sizes, strict=True))
             try:
                 values = seen[box].read(order="C").result()
             except (ValueError, OSError) as error:
@@ -198,25 +198,6 @@ class Array:
             found[at : at + raw.numel()] = raw
             at += raw.numel()
         return found
-
-
-def _boxes(shape: tuple[int, ...], first: int, stop: int) -> Iterator[tuple[Any, ...]]:
-    """Elements [first, stop), in C order, as boxes."""
-    if not shape:
-        yield ()
-        return
-    inner = prod(shape[1:])
-    while first < stop:
-        row, at = divmod(first, inner)
-        rows = 0 if at else (stop - first) // inner
-        if rows:
-            yield (slice(row, row + rows),)
-            first += rows * inner
-        else:
-            end = min(stop, (row + 1) * inner)
-            for box in _boxes(shape[1:], at, end - row * inner):
-                yield (row, *box)
-            first = end
 
 
 def _arrays(folder: Path) -> tuple[dict[Keys, Array], list[Keys]]:

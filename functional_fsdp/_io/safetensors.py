@@ -38,7 +38,7 @@ from .._storage import whole_leaves
 from .checkpoint import saving
 from .conversions import Conversions, checked, part_of, same_conversions
 from .folder import DTYPES, Entry, check_shared, create, entries, sync, write_at, write_file
-from .manifest import parts_of, place_at, refuse_packed
+from .manifest import buffers_of, parts_of, place_at, refuse_packed
 from .pieces import Piece, blocks, pieces
 from .stream import Named, check_dtype, none_apart, stream
 from .torch_files import CONFIG, in_file, in_merged, parts_of_adapter
@@ -136,7 +136,7 @@ def _tensors(state: State, dtype: torch.dtype | None, convert: Conversions) -> t
                     "name. Save a checkpoint, which has all of them."
                 )
             leaves[path] = (dtype if dtype and bucket.main.is_floating_point else bucket.main), leaf.whole
-    for path, held in zip(*flatten(state.buffers)[:2], strict=True):
+    for path, held in buffers_of(state).items():
         if path in leaves:
             raise SpecError(f"save_safetensors: a parameter and a buffer are both called {path!r}. Rename one of them.")
         leaves[path] = held.dtype, tuple(held.shape)
@@ -219,7 +219,7 @@ def _write(state: State, path: Path, parts: Pieces, files: int) -> None:
         (paths[part.name], part.start, part.tensor) for part in parts_of(state) if part.name in paths and part.writes
     ]
     if run.rank == 0:
-        mine += [(name, 0, held) for name, held in zip(*flatten(state.buffers)[:2], strict=True)]
+        mine += [(name, 0, held) for name, held in buffers_of(state).items()]
     opened: dict[Path, int] = {}
     try:
         for name, start, tensor in mine:
@@ -320,7 +320,7 @@ def save_adapter(
 
         joint(begin, "begin")
         if claim is not None:  # of modules that are saved whole
-            for p, own in zip(*flatten(state.buffers)[:2], strict=True):
+            for p, own in buffers_of(state).items():
                 held |= {one: own.detach().to("cpu", copy=True).contiguous() for one in (in_file(p, adapter),) if one}
         with state.version.lineage.looking(state):
             for name, buffer in state.main.items():
@@ -576,7 +576,7 @@ def _adapter_tensors(state: State, config: Any, adapter: str, dtype: torch.dtype
                 name = in_merged(leaf.path, adapter)
                 if name is not None:
                     found[name] = (dtype if dtype is not None and own.is_floating_point else own), leaf.whole
-    for path, held in zip(*flatten(state.buffers)[:2], strict=True):
+    for path, held in buffers_of(state).items():
         name = in_merged(path, adapter)
         if name is not None:
             kind = dtype if dtype is not None and held.dtype.is_floating_point else held.dtype

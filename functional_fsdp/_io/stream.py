@@ -25,6 +25,7 @@ from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._storage import FlatBuffer, leaf_shards, stored_as, unpacked_leaves, whole_leaves
 from .conversions import Conversions, checked, part_of
+from .manifest import buffers_of
 from .pieces import Piece, blocks, pieces
 
 Named = dict[str, torch.Tensor]
@@ -189,7 +190,7 @@ def _units(state: State, dtype: torch.dtype | None, convert: Conversions, keeps:
         del whole
         yield unit.name, named
         del named
-    held = dict(zip(*flatten(state.buffers)[:2], strict=True))
+    held = buffers_of(state)
     if held:
         copies = {path: tensor.detach().clone() for path, tensor in held.items()} if keeps else {}
         yield "", copies if parts is None else parts.put(copies)
@@ -240,7 +241,7 @@ class _FileRuns:
     """Runs of this rank's leaves, as they lie in leaves of files."""
 
     def __init__(self, state: State, convert: Conversions | None) -> None:
-        held = {path: tuple(t.shape) for path, t in zip(*flatten(state.buffers)[:2], strict=True)}
+        held = {path: tuple(t.shape) for path, t in buffers_of(state).items()}
         leaves = state.layout.leaves
         at, self.cuts = runtime_of(state.spec.mesh).coordinate, {**checked(convert, (*state.layout.paths, *held))}
         for path, leaf in leaves.items():
@@ -417,7 +418,7 @@ def _own_buffers(state: State) -> list[tuple[str, torch.Tensor]]:
     """Buffers by path, flat, which the first rank gives."""
     if any(runtime_of(state.spec.mesh).coordinate.values()):
         return []
-    return [(path, t.reshape(-1)) for path, t in zip(*flatten(state.buffers)[:2], strict=True) if t.numel()]
+    return [(path, t.reshape(-1)) for path, t in buffers_of(state).items() if t.numel()]
 
 
 def _travels(part: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -20,7 +20,6 @@ from .._axes import boxes as cut_boxes
 from .._common.calls import alone
 from .._common.errors import SpecError, as_path
 from .._common.torch_names import storage_info
-from .._common.tree import flatten
 from .._optim.adamw import AdamW
 from .._optim.optimizer import at, by_label
 from .._optim_extra.from_torch import FromTorch
@@ -30,9 +29,9 @@ from .._runtime.runtime import Runtime
 from .._state.state import State
 from .._storage import FlatBuffer
 from .checkpoint import saving
-from .contents import numel_of
+from .contents import THEIRS, boxes, numel_of
 from .folder import check_shared, sync, write_file
-from .manifest import METADATA, SavedTensor, file_of, parts_of, place_at, refuse_packed
+from .manifest import METADATA, SavedTensor, buffers_of, file_of, parts_of, place_at, refuse_packed
 from .pieces import Written, write_tensors
 from .stream import none_apart
 
@@ -40,7 +39,6 @@ Shape = tuple[int, ...]
 Placed = tuple[SavedTensor, Shape]  # a box, and where it begins in its leaf
 Names = dict[str, tuple[Any, ...]]  # of each entry the keys under which it lies
 HOST = torch.device("cpu")
-THEIRS = {"mean": "exp_avg", "square": "exp_avg_sq"}
 
 
 @alone
@@ -144,7 +142,7 @@ def _parts(state: State, model: str, optimizer: str | None, run: Runtime) -> Ite
                         begins = tuple(a - i + k for a, i, k in zip(low, here, there, strict=True))
                         yield SavedTensor(name, inner, leaf.whole, 0, True), begins
     if run.rank == 0:
-        for path, held in zip(*flatten(state.buffers)[:2], strict=True):
+        for path, held in buffers_of(state).items():
             yield SavedTensor(_join(model, path), held, tuple(held.shape), 0, True), (0,) * held.ndim
         if optimizer is not None:
             for path, steps in _steps(state).items():
@@ -153,31 +151,6 @@ def _parts(state: State, model: str, optimizer: str | None, run: Runtime) -> Ite
 
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
-
-
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements [start, stop) of a tensor in C order as boxes, one after another: where each begins, and its sizes.
-
-    [3, 4], 2 to 11:  [0, 2] 1 × 2,  [1, 0] 1 × 4,  [2, 0] 1 × 3
-    """
-    if not shape or start >= stop:
-        if start < stop or not numel_of(shape):
-            yield (0,) * len(shape), tuple(shape)
-        return
-    inner = numel_of(shape[1:])
-    low, high = -(-start // inner), stop // inner  # whole rows
-    if low > high:  # within one row
-        for offsets, sizes in boxes(shape[1:], start - high * inner, stop - high * inner):
-            yield (high, *offsets), (1, *sizes)
-        return
-    if start < low * inner:
-        for offsets, sizes in boxes(shape[1:], start - (low - 1) * inner, inner):
-            yield (low - 1, *offsets), (1, *sizes)
-    if low < high:
-        yield (low, *(0 for _ in shape[1:])), (high - low, *shape[1:])
-    if high * inner < stop:
-        for offsets, sizes in boxes(shape[1:], 0, stop - high * inner):
-            yield (high, *offsets), (1, *sizes)
 
 
 def _steps(state: State) -> dict[str, torch.Tensor]:

@@ -59,6 +59,7 @@ from .contents import (
     Distributed,
     Held,
     Inert,
+    Moments,
     box,
     buffers_by_shards,
     by_number,
@@ -210,9 +211,10 @@ def tensors_of(path: Path, tree: Any, span: Any) -> tuple[dict[str, Any], dict[s
     """Where the tensors of a state dict lie, and {further name: first name} of those that are the same bytes."""
     if not isinstance(tree, Mapping):
         raise CheckpointError(f"{path} holds a {type(tree).__name__}; expected a state dict.")
-    bad = next(((k, v) for k, v in tree.items() if not isinstance(k, str) or not _is_tensor(v)), None)
-    if bad is not None:
-        raise CheckpointError(f"weights: {path} has a {_kind(bad[1])} at {bad[0]!r}; {tensors_expected(bad[0])}")
+    for name, one in tree.items():
+        if not isinstance(name, str) or not isinstance(one, Held | torch.Tensor):
+            kind = getattr(one, "name", None) or type(one).__name__
+            raise CheckpointError(f"weights: {path} has a {kind} at {name!r}; {tensors_expected(name)}")
     return {name: span_of(one, span) for name, one in tree.items()}, ties_of(tree.items())
 
 
@@ -226,14 +228,6 @@ def ties_of(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
             if first.setdefault(key, name) != name:
                 found[name] = first[key]
     return found
-
-
-def _is_tensor(one: Any) -> bool:
-    return isinstance(one, Held) or (hasattr(one, "dtype") and hasattr(one, "untyped_storage"))
-
-
-def _kind(one: Any) -> str:
-    return getattr(one, "name", None) or type(one).__name__
 
 
 CONFIG = "adapter_config.json"
@@ -381,21 +375,26 @@ def weights_of(path: Path, tree: Mapping[Any, Any], span: Any) -> tuple[dict[str
         )
     tree = {name: one for name, one in tree.items() if not (isinstance(name, str) and name.endswith("_extra_state"))}
     found, ties = tensors_of(path, tree, span)
-    names = plain_names(found)
-    prefix = without_prefix([*names.values()])
-    names = {name: plain.removeprefix(prefix) for name, plain in names.items()}
+    names, prefix = _short_names(found)
     kept = {names[name]: one for name, one in found.items() if name not in ties}
     return kept, {names[alias]: names[first] for alias, first in ties.items()}, prefix
 
 
+def _short_names(names: Iterable[str]) -> tuple[dict[str, str], str]:
+    """{name: what it is without wrappers, and without the prefix that all have}, and the prefix."""
+    names_of = plain_names(names)
+    prefix = without_prefix([*names_of.values()])
+    return {name: plain.removeprefix(prefix) for name, plain in names_of.items()}, prefix
+
+
 def moments_of(
     path: Path, optimizer: Any, weights: Mapping[str, Any], span: Any, prefix: str = ""
-) -> tuple[dict[str, dict[str, Any]], str]:
+) -> tuple[Moments, str]:
     """What a torch.optim optimizer's state dict keeps, by the names of weights; and why there is nothing."""
     if not isinstance(optimizer, Mapping) or not isinstance(optimizer.get("state"), Mapping):
         return {}, f"{path.name}: an optimizer's state that is no state dict of torch.optim"
     state = {
-        key: {slot: span_of(t, span) for slot, t in kept.items() if isinstance(t, Held | int | float) or _lies(t)}
+        key: {slot: span_of(t, span) for slot, t in kept.items() if isinstance(t, Held | int | float | torch.Tensor)}
         for key, kept in optimizer["state"].items()
     }
     if state and all(isinstance(key, str) for key in state):
@@ -403,13 +402,9 @@ def moments_of(
     return by_number(path, state, optimizer.get("param_groups", ()), weights)
 
 
-def _lies(one: Any) -> bool:
-    return hasattr(one, "shape") and hasattr(one, "dtype")
-
-
 FILE = re.compile(r"^(?P<what>.*?)(?:_world_size_(?P<world>\d+))?_rank_?(?P<rank>\d+)\.(?:pt|pth|bin)$")
 Tree = Mapping[Any, Any]
-Spanned = tuple[Tree, Callable[[Held], Any], Path]
+Spanned = tuple[Any, Callable[[Held], Any], Path]  # what a file holds, where a tensor of it lies, and the file
 
 
 class RankFiles:
@@ -421,9 +416,7 @@ class RankFiles:
     def read(self, path: Path) -> Contents:
         ranks = _opened(path, _files(path, "model"))
         weights, ties = _joined(ranks, [tree for tree, _, _ in ranks])
-        names = plain_names(weights)
-        prefix = without_prefix([*names.values()])
-        names = {name: plain.removeprefix(prefix) for name, plain in names.items()}
+        names, prefix = _short_names(weights)
         found = {names[name]: one for name, one in weights.items() if name not in ties}
         moments, left = _moments(path, found, len(ranks))
         steps = steps_from(moments)
@@ -469,21 +462,15 @@ def _opened(path: Path, files: Mapping[int, tuple[Path, int | None]]) -> list[Sp
 def _joined(ranks: list[Spanned], trees: list[Tree]) -> tuple[dict[str, Any], dict[str, str]]:
     """The tensors of all ranks' trees, put together; and those that are the same bytes."""
     found: dict[str, Any] = {}
-    ties: dict[str, str] = {}
-    first: dict[Any, str] = {}
     for name, one in trees[0].items():
-        if not isinstance(one, Distributed | Held) and not hasattr(one, "untyped_storage"):
+        if not isinstance(one, Distributed | Held | torch.Tensor):
             continue
         for (_, _, file), tree in zip(ranks, trees, strict=True):
             if name not in tree or type(tree[name]) is not type(one):
                 raise CheckpointError(f"{file} has no {name!r} as the first rank's file has it: is it of another run?")
         found[name] = _leaf(name, [tree[name] for tree in trees], ranks)
-        local = one.local if isinstance(one, Distributed) else one
-        if isinstance(local, Held) and numel_of(local.shape):
-            key = (local.storage.name, local.first, local.shape, local.strides, local.dtype)
-            if first.setdefault(key, name) != name:
-                ties[name] = first[key]
-    return found, ties
+    locals_ = ((name, one.local if isinstance(one, Distributed) else one) for name, one in trees[0].items())
+    return found, ties_of(locals_)
 
 
 def _leaf(name: str, held: list[Any], ranks: list[Spanned]) -> Any:
@@ -539,7 +526,7 @@ def _state_of(one: Spanned) -> Mapping[Any, Any]:
     return found
 
 
-def _moments(path: Path, weights: dict[str, Any], world: int) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
+def _moments(path: Path, weights: dict[str, Any], world: int) -> tuple[Moments, tuple[str, ...]]:
     files = _files(path, "optim")
     if not files:
         return {}, ()
@@ -591,7 +578,7 @@ GROUPS = re.compile(r"^(?:[\w-]*\.)*?param_groups(?:\.(?P<group>\d+)\.params)?$"
 
 def _by_number(
     path: Path, named: dict[str, Any], groups: list[list[int]], weights: dict[str, Any], others: list[str]
-) -> tuple[dict[str, dict[str, Any]], list[str]]:
+) -> tuple[Moments, list[str]]:
     """Moments that are there by numbers, by the names of weights; and what else is left."""
     state: dict[int, dict[str, Any]] = {}
     read = []

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._io.to_dcp import boxes
+from functional_fsdp._io.contents import boxes
 
 STEPS, MORE = 3, 10
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import functional_fsdp as fsdp
-from functional_fsdp._io.load_weights import opened
+from functional_fsdp._io.foreign import opened
 from functional_fsdp._io.manifest import parts_of
 from functional_fsdp._io.pieces import _Sink
 
