@@ -196,7 +196,8 @@ def with_extras(path: Path, note: Mapping[str, Any], there: Mapping[str, Tensor]
     if note["extras"] is None or not all(keys for keys, _ in note["extras"]):
         return state
     names = {keys[0] for keys, _ in note["extras"]}
-    left = [name for name, value in state.extras.items() if name not in names and not _is_empty(value)]
+    filled = [name for name, tree in state.extras.items() if any(node.value is not None for node in nodes_of(tree))]
+    left = [name for name in filled if name not in names]
     if left:
         warnings.warn(
             f"load: {path} has no {', '.join(f'extras[{name!r}]' for name in left)}, which the given state has. The "
@@ -205,10 +206,6 @@ def with_extras(path: Path, note: Mapping[str, Any], there: Mapping[str, Tensor]
         )
     own = {name: value for name, value in state.extras.items() if name not in left}
     return state._evolve(extras={**own, **_tree(path, "extras", note, there, state)})
-
-
-def _is_empty(tree: Any) -> bool:
-    return all(node.value is None for node in nodes_of(tree))
 
 
 def _leaves(path: Path, note: Mapping[str, Any]) -> tuple[list[LeafInfo], tuple[str, ...], pytree.TreeSpec]:

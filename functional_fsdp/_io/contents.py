@@ -503,11 +503,10 @@ class _Call:
         return self.run(*args)
 
 
-class _Distributed:
+class _Distributed(NamedTuple):
     """A DTensor before its state is known."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
+    shape: tuple[int, ...]
 
 
 def _tensor(storage: Storage, first: int, shape: Any, strides: Any, *more: Any) -> Held:

@@ -106,21 +106,26 @@ def parts_of(state: State) -> list[SavedTensor]:
     """
     found: list[SavedTensor] = []
     names: dict[str, Any] = {}
-    for field in SAVED:
-        for node in nodes_of(getattr(state, field)):
-            if node.value is None:
-                continue
-            for part in _parts(state, field, node):
-                if names.setdefault(part.name, node.value) is not node.value:
-                    raise TreeError(f"checkpoint: two leaves of State.{field} have the name {part.name!r}. Rename one.")
-                found.append(part)
+    for field, name, node in saved_nodes(state):
+        for part in _parts(state, field, name, node):
+            if names.setdefault(part.name, node.value) is not node.value:
+                raise TreeError(f"checkpoint: two leaves of State.{field} have the name {part.name!r}. Rename one.")
+            found.append(part)
     return found
 
 
-def _parts(state: State, field: str, node: Node) -> Iterator[SavedTensor]:
+def saved_nodes(state: State) -> Iterator[tuple[str, str, Node]]:
+    """What of a state is saved: its field, the name under which it is saved, and it."""
+    for field in SAVED:
+        for node in nodes_of(getattr(state, field)):
+            if node.value is not None:
+                yield field, ".".join(filter(None, (field, node.path))), node
+
+
+def _parts(state: State, field: str, name: str, node: Node) -> Iterator[SavedTensor]:
     value = node.value
     if isinstance(value, FlatBuffer):
-        yield from _runs(state, ".".join(filter(None, (field, node.path))), value)
+        yield from _runs(state, name, value)
         return
     if not isinstance(value, torch.Tensor):
         raise TreeError(
@@ -132,7 +137,7 @@ def _parts(state: State, field: str, node: Node) -> Iterator[SavedTensor]:
             f"checkpoint: State.{field} holds a {type(value).__name__} of layout {value.layout} at {node.path!r}; only "
             "plain, dense tensors are written. Convert it."
         )
-    yield SavedTensor(".".join(filter(None, (field, node.path))), value, tuple(value.shape))
+    yield SavedTensor(name, value, tuple(value.shape))
 
 
 def _runs(state: State, tree: str, buffer: FlatBuffer) -> Iterator[SavedTensor]:
@@ -342,14 +347,6 @@ def file_of(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def merged(written: list[Any]) -> dict[str, Tensor]:
-    """The tensors of which ranks have written chunks."""
-    found: dict[str, Tensor] = {}
-    for name, dtype, shape, chunk in written:
-        found.setdefault(name, Tensor(dtype, tuple(shape), [])).chunks.append(chunk)
-    return {name: one._replace(chunks=sorted(one.chunks)) for name, one in sorted(found.items())}
-
-
 def write_note(folder: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write `layout.json` to disk."""
     told = {
@@ -549,15 +546,15 @@ def check_same(path: Path, note: Mapping[str, Any], state: State, allow: Collect
     Raises:
         TreeError: naming leaves that are missing, unexpected, or of another shape. SpecError: another `average`.
     """
-    shapes = {leaf.path: leaf.whole for b in state.layout.buckets.values() for leaf in b.leaves}
-    here = {p: shapes[source] for p, source in zip(state.layout.paths, state.layout.source, strict=True)}
+    leaves = state.layout.leaves
+    here = {p: leaves[source].whole for p, source in zip(state.layout.paths, state.layout.source, strict=True)}
     there = {p: tuple(leaf["shape"]) for path_, leaf in note["leaves"].items() for p in (path_, *leaf["ties"])}
     said = [
         *(f"{p!r} is missing there" for p in here if p not in there),
         *(f"{p!r} is there, and this state has it not" for p in there if p not in here),
         *(f"{p!r} is {list(there[p])} there, {list(here[p])} here" for p in here if there.get(p, here[p]) != here[p]),
     ]
-    codecs = {leaf.path: str(leaf.form.codec) for b in state.layout.buckets.values() for leaf in b.leaves if leaf.form}
+    codecs = {p: str(leaf.form.codec) for p, leaf in leaves.items() if leaf.form}
     held = {path_: leaf.get("codec") for path_, leaf in note["leaves"].items()}
     packed = [p for p in held if p in here and held[p] != codecs.get(p)]
     if packed and not said:
@@ -700,18 +697,13 @@ def names_of(state: State, there: Mapping[str, Tensor]) -> dict[str, bool]:
     found: dict[str, bool] = {}
     run = runtime_of(state.spec.mesh)
     everywhere = places_of(any_apart(state, run), run.sizes)
-    for field in SAVED:
-        for node in nodes_of(getattr(state, field)):
-            name = ".".join(filter(None, (field, node.path)))
-            if isinstance(node.value, FlatBuffer):
-                bucket = node.value.bucket
-                places = places_of(bucket.apart(run.sizes), run.sizes)
-                found |= {
-                    f"{name}.{leaf.path}{at}": bucket.by_leaf or field == "residual"
-                    for leaf in bucket.leaves
-                    for at in places
-                }
-            elif node.value is not None:
-                some = {f"{name}{at}": False for at in everywhere}
-                found |= some if name not in there and some.keys() & there.keys() else {name: False}
+    for field, name, node in saved_nodes(state):
+        if isinstance(node.value, FlatBuffer):
+            bucket = node.value.bucket
+            places = places_of(bucket.apart(run.sizes), run.sizes)
+            optional = bucket.by_leaf or field == "residual"
+            found |= {f"{name}.{leaf.path}{at}": optional for leaf in bucket.leaves for at in places}
+        else:
+            some = {f"{name}{at}": False for at in everywhere}
+            found |= some if name not in there and some.keys() & there.keys() else {name: False}
     return found

@@ -60,7 +60,6 @@ from .._common.device import arrival, host_buffer, lies_on_host
 from .._common.errors import CheckpointError, SpecError
 from .._common.torch_names import storage_info
 from .._plan.layout import Leaf
-from .._redistribute import nodes_of
 from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._storage import FlatBuffer, refuse_blocks
@@ -70,14 +69,13 @@ from .manifest import (
     BLOCK,
     METADATA,
     PLACE,
-    SAVED,
     Chunk,
     SavedTensor,
     Tensor,
     file_of,
     head,
-    merged,
     places_of,
+    saved_nodes,
     write_note,
 )
 
@@ -261,7 +259,11 @@ def complete(
         written, nbytes: the chunks of all ranks, and by rank how long its file is.
         keep: how many checkpoints are kept; None: all.
     """
-    path, tensors = claim.path, merged(written)
+    path = claim.path
+    by_name: dict[str, Tensor] = {}
+    for name, dtype, shape, chunk in written:
+        by_name.setdefault(name, Tensor(dtype, tuple(shape), [])).chunks.append(chunk)
+    tensors = {name: one._replace(chunks=sorted(one.chunks)) for name, one in sorted(by_name.items())}
     files = {file_of(rank): n for rank, n in enumerate(nbytes) if n}
     size, digest = write_metadata(path, tensors)
     write_note(path, {**about, "files": {**files, METADATA: size}, "metadata": digest}, tensors)
@@ -650,29 +652,28 @@ def recut(
     found, again = dict(there), {}
     run = runtime_of(state.spec.mesh)
     told = {name: cuts_in(path, name, one) for name, one in note["leaves"].items()}
-    for field in SAVED:
-        for node in nodes_of(getattr(state, field)):
-            if not isinstance(node.value, FlatBuffer):
+    for _, tree, node in saved_nodes(state):
+        if not isinstance(node.value, FlatBuffer):
+            continue
+        bucket = node.value.bucket
+        for leaf in bucket.leaves:
+            old = told.get(leaf.path, ())
+            new = tuple(cut for cut in leaf.cuts if cut.ranks > 1)
+            places = {axis: run.sizes[axis] for axis in bucket.cut if run.sizes[axis] > 1}
+            if {cut.axis: cut.ranks for cut in old} == places if bucket.by_leaf else old == new:
                 continue
-            bucket = node.value.bucket
-            for leaf in bucket.leaves:
-                old = told.get(leaf.path, ())
-                new = tuple(cut for cut in leaf.cuts if cut.ranks > 1)
-                places = {axis: run.sizes[axis] for axis in bucket.cut if run.sizes[axis] > 1}
-                if {cut.axis: cut.ranks for cut in old} == places if bucket.by_leaf else old == new:
-                    continue
-                refuse_blocks(bucket, leaf.path)
-                base = f"{'.'.join(filter(None, (field, node.path)))}.{leaf.path}"
-                names = names_by_place(base, old, there)
-                if not names or any(name not in there for name in names.values()):
-                    continue
-                one = there[next(iter(names.values()))]
-                for name in names.values():
-                    found.pop(name, None)
-                for at in places_of(bucket.apart(run.sizes), run.sizes):
-                    found[f"{base}{at}"] = one if bucket.by_leaf else Tensor(one.dtype, (leaf.numel,), [])
-                    if not bucket.by_leaf:
-                        again[f"{base}{at}"] = Recut(leaf, old, names)
+            refuse_blocks(bucket, leaf.path)
+            base = f"{tree}.{leaf.path}"
+            names = names_by_place(base, old, there)
+            if not names or any(name not in there for name in names.values()):
+                continue
+            one = there[next(iter(names.values()))]
+            for name in names.values():
+                found.pop(name, None)
+            for at in places_of(bucket.apart(run.sizes), run.sizes):
+                found[f"{base}{at}"] = one if bucket.by_leaf else Tensor(one.dtype, (leaf.numel,), [])
+                if not bucket.by_leaf:
+                    again[f"{base}{at}"] = Recut(leaf, old, names)
     return found, again
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import sqrt
 from numbers import Real
 from pathlib import Path
@@ -37,7 +37,7 @@ from .._state.state import State
 from .._storage import whole_leaves
 from .checkpoint import saving
 from .conversions import Conversions, checked, part_of, same_conversions
-from .folder import DTYPES, Entry, check_shared, create, entries, sync, write_at, write_file
+from .folder import DTYPES, Claim, Entry, check_shared, create, entries, sync, write_at, write_file
 from .manifest import buffers_of, parts_of, place_at, refuse_packed
 from .pieces import Piece, blocks, pieces
 from .stream import Named, check_dtype, none_apart, stream
@@ -96,12 +96,7 @@ def save_safetensors(
             parts, tensors = _tensors(state, dtype, cuts)
             files = files_of(tensors, max_shard_size)
             if claim is not None:
-                claim.make()
-                names = file_names(len(files))
-                for name, some in zip(names, files, strict=True):
-                    create(path / name, some)
-                if len(files) > 1:
-                    write_index(path, names, files)
+                _begin_files(claim, files)
             return (parts, len(files)), [same_conversions(cuts)]
 
         def write() -> None:
@@ -198,11 +193,18 @@ def file_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def write_index(path: Path, names: list[str], files: Files) -> None:
+def _begin_files(claim: Claim, files: Files) -> None:
+    """The first rank's: make the folder, in it the files with room for their tensors, and the index of several."""
+    claim.make()
+    names = file_names(len(files))
+    for name, some in zip(names, files, strict=True):
+        create(claim.path / name, some)
+    if len(files) == 1:
+        return
     total = sum(torch.Size(shape).numel() * kind.itemsize for some in files for kind, shape in some.values())
     index = {name: file for file, some in zip(names, files, strict=True) for name in some}
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
-    write_file(path / "model.safetensors.index.json", text.encode())
+    write_file(claim.path / "model.safetensors.index.json", text.encode())
 
 
 def _write(state: State, path: Path, parts: Pieces, files: int) -> None:
@@ -294,10 +296,7 @@ def save_adapter(
                     "or a mapping."
                 )
             if not any(named.values()):
-                raise TreeError(
-                    f"save_adapter: no leaf of the state is of an adapter {adapter!r}; they are called "
-                    f"{', '.join([*named][:3])}, ... Make the model by peft.get_peft_model, within init."
-                )
+                raise _no_adapter("save_adapter", adapter, named)
             if claim is not None:
                 claim.make()
 
@@ -332,6 +331,13 @@ def save_adapter(
                             held |= dict.fromkeys(named[p], whole[p].to("cpu", copy=True).contiguous())
         joint(write, "tensors")
     return as_path("folder", folder)
+
+
+def _no_adapter(what: str, adapter: str, paths: Iterable[str]) -> TreeError:
+    return TreeError(
+        f"{what}: no leaf of the state is of an adapter {adapter!r}; they are called {', '.join([*paths][:3])}, ... "
+        "Make the model by peft.get_peft_model, within init."
+    )
 
 
 def _listed(one: Any) -> Any:
@@ -455,10 +461,7 @@ def _merges(what: str, state: State, config: Any, adapter: str) -> dict[str, Mer
         if (part := parts_of_adapter(path, adapter)) is not None:
             modules.setdefault(part[0], {})[part[1]] = path
     if not modules and all(in_file(path, adapter) is None for path in home):
-        raise TreeError(
-            f"{what}: no leaf of the state is of an adapter {adapter!r}; they are called {', '.join([*home][:3])}, ... "
-            "Make the model by peft.get_peft_model, within init."
-        )
+        raise _no_adapter(what, adapter, home)
     patterns = given("alpha_pattern", None) or {}
     found = {}
     for module, parts in modules.items():
@@ -536,14 +539,9 @@ def save_merged(
             check_dtype("save_merged", dtype)
             none_apart(state, "save_merged")
             files = files_of(_adapter_tensors(state, config, adapter, dtype), max_shard_size)
-            names = file_names(len(files))
             if claim is not None:
-                claim.make()
-                for name, some in zip(names, files, strict=True):
-                    create(path / name, some)
-                if len(files) > 1:
-                    write_index(path, names, files)
-            return names
+                _begin_files(claim, files)
+            return file_names(len(files))
 
         wrong: list[BaseException] = []
 

@@ -75,6 +75,7 @@ def save_dcp(
     with saving("save_dcp", state, folder) as (joint, _, token, path, claim):
         run = joint.run
         parts: list[Placed] = []
+        groups: dict[str, dict[str, Any]] = {}
 
         def begin() -> None:
             state._resting("save_dcp")
@@ -84,7 +85,8 @@ def save_dcp(
                     f"save_dcp(model={model!r}, optimizer={optimizer!r}): expected two different keys; model "
                     "may be '', optimizer None."
                 )
-            groups = {} if optimizer is None or state.optimizer is None else _groups(state)
+            if optimizer is not None and state.optimizer is not None:
+                groups.update(_groups(state))
             parts.extend(_parts(state, model, optimizer if groups else None, run))
             if claim is not None:
                 claim.make()
@@ -98,7 +100,6 @@ def save_dcp(
 
         def complete() -> None:
             if claim is not None:
-                groups = {} if optimizer is None or state.optimizer is None else _groups(state)
                 _complete(path, state, [one for some in written for one in some], model, optimizer or "", groups)
                 sync(path)
                 claim.appear()
