@@ -57,7 +57,7 @@ from ._predict.hardware import Hardware, Link
 from ._predict.prediction import Prediction, measure_compute, measure_links, predict
 from ._predict.tune import Candidate, Tuned, tune
 from ._redistribute import free_arena, freeze, redistribute, replace_extras, replace_grads, replace_params, unfreeze
-from ._simulate.world import Traffic
+from ._simulate import Traffic
 from ._spec.placement import Placement, ddp, hfsdp, hsdp, zero1, zero2, zero3
 from ._spec.precision import Codec, Precision
 from ._spec.spec import Schedule, Spec

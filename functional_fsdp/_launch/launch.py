@@ -43,7 +43,7 @@ from .._common.torch_names import gloo_options
 from . import meshes
 from .transfer import without_numpy
 from .worker import STORE, TIMEOUT
-from .workers import Simulation, WorkerGroup, default_nprocs
+from .workers import Simulation, WorkerGroup, call_of, default_nprocs
 
 
 class Launcher(NamedTuple):
@@ -210,7 +210,7 @@ def local_mesh(device: str | None = None, /, **axes: int) -> DeviceMesh:
     names, sizes = tuple(axes), _sizes(axes, dist.get_world_size())
     key = device, names, sizes
     if key not in meshes.made:
-        with _reached(f"local_mesh({', '.join(f'{name}={size}' for name, size in axes.items())})"):
+        with _reached(call_of("local_mesh", axes)):
             meshes.made[key] = init_device_mesh(
                 device, sizes, mesh_dim_names=names, backend_override=_patient(device, names, sizes)
             )
@@ -275,7 +275,7 @@ def _sizes(axes: dict[str, int], world: int) -> tuple[int, ...]:
     >>> _sizes({"replica": 2, "shard": -1}, 8)
     (2, 4)
     """
-    call = f"local_mesh({', '.join(f'{name}={size}' for name, size in axes.items())})"
+    call = call_of("local_mesh", axes)
     free = [name for name, size in axes.items() if size == -1]
     bad = [name for name, size in axes.items() if not isinstance(size, int) or (size < 1 and size != -1)]
     if bad or len(free) > 1:

@@ -249,10 +249,11 @@ class Pool:
             STORE: store,
         }
         _pools.add(self)
+        files = [self.file] if self.file >= 0 else []
+        filters = [*_filters()]
         try:
             for rank in range(nprocs):
-                self.ranks.append(Rank(*server_of_this_process().fork(*([self.file] if self.file >= 0 else []))))
-                filters = list(_filters())
+                self.ranks.append(Rank(*server_of_this_process().fork(*files)))
                 setup = Setup(rank, nprocs, environ, sys.argv, torch.get_num_threads(), filters, self.folder)
                 with contextlib.suppress(OSError):
                     self.ranks[-1].pipe.send_bytes(pickle.dumps(setup))

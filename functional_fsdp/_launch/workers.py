@@ -23,13 +23,24 @@ from typing import Any
 
 import torch
 
+from .. import _simulate
 from .._common.objects import contents_of
 from .._common.torch_names import FakeTensorMode, c10d
 from .._io.checkpoint import settled
 from .._runtime.runtime import any_failed
-from .._simulate import turns
-from .._simulate.turns import Fault, Own, Rank, Stream, Turns
-from .._simulate.world import Medium, Traffic, World, enter_torch, leave_torch, torch_world
+from .._simulate import (
+    Fault,
+    Medium,
+    Own,
+    Rank,
+    Stream,
+    Traffic,
+    Turns,
+    World,
+    enter_torch,
+    leave_torch,
+    torch_world,
+)
 from . import meshes as local_meshes
 from . import transfer
 from .pool import LaunchError, Pool, end_all, forget_all, interrupts
@@ -281,6 +292,11 @@ def no_rank(what: str) -> None:
         raise RuntimeError(f"{what}: this process already is rank {rank} of {world}. Call the function itself")
 
 
+def call_of(name: str, axes: Mapping[str, int]) -> str:
+    """A call with sizes of axes, as it is written."""
+    return f"{name}({', '.join(f'{axis}={size}' for axis, size in axes.items())})"
+
+
 def default_nprocs() -> int:
     return torch.cuda.device_count() or 2
 
@@ -411,7 +427,7 @@ class SimulatedPool(Pool):
         reports = {rank.number: (rank.gone, "") for rank in self.ranks if rank.gone}
         failed = [rank for rank in self.turns.failed if not rank.stopped]
         reports.update(
-            {rank.number: report(rank.error, __file__, turns.__file__) for rank in failed if rank.error is not None}
+            {rank.number: report(rank.error, __file__, _simulate.__file__) for rank in failed if rank.error is not None}
         )
         if reports:
             error = self._error(name, reports, stopped)
@@ -500,7 +516,7 @@ def simulate(
     ...     ranks(lambda: fsdp.local_mesh()["shard"].get_local_rank()).get()
     [0, 1, 0, 1]
     """
-    call = f"simulate({', '.join(f'{name}={size}' for name, size in axes.items())})"
+    call = call_of("simulate", axes)
     bad = [name for name, size in axes.items() if not isinstance(size, int) or size < 1]
     if not axes or bad:
         raise ValueError(f"{call}: {f'{bad[0]}={axes[bad[0]]} is no size' if bad else 'no axis'}. Give sizes from 1 on")
