@@ -146,7 +146,7 @@ def find_unit_modules(module: nn.Module, layout: Layout) -> list[UnitModule]:
 def refuse_shapes(model: str, given: Mapping[str, torch.Tensor], layout: Layout) -> None:
     """Raise the TreeError for a model whose parameters have other shapes than the leaves, which have no part of a rank.
     A leaf may be a stack of some, as `T.vmap` takes it, or of stacks."""
-    shapes = {leaf.path: leaf.seen_shape for bucket in layout.buckets.values() for leaf in bucket.leaves}
+    shapes = {path: leaf.seen_shape for path, leaf in layout.leaves.items()}
     source = dict(zip(layout.paths, layout.source, strict=True))
     for path, parameter in given.items():
         has, there = tuple(parameter.size()), tuple(shapes[source[path]])

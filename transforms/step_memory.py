@@ -286,9 +286,7 @@ class Clock:
         return self.since - before
 
 
-def clocked(
-    forward_backward: ForwardBackward[Any], state: State, args: Any, kwargs: Any, rounds: int
-) -> tuple[float, ...]:
+def clocked(forward_backward: ForwardBackward[Any], state: State, args: Any, rounds: int) -> tuple[float, ...]:
     """Seconds of each use, the median over rounds."""
     driver = forward_backward.driver
     if not isinstance(driver, Driver):
@@ -303,7 +301,7 @@ def clocked(
         rehearsal.laps, rehearsal.gathered = [], ()
         with rehearsal.running(state, "measure_compute", trains=True):
             rehearsal.counter.lap()
-            forward_backward.rehearse(rehearsal, args, kwargs)
+            forward_backward.rehearse(rehearsal, args, {})
             rehearsal.lap()
         found.append([lap.work for lap in rehearsal.laps])
     return tuple(median(some) for some in zip(*found[WARM:], strict=True))

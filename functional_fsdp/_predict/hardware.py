@@ -16,7 +16,7 @@ efficiencies of the H100, which nobody measured: their `measured` is False.
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -82,10 +82,6 @@ class Work:
         products = sum(times for kernel, times in self.kernels if kernel.kind != "move")
         return 2 * products * hardware.operation
 
-    @staticmethod
-    def of(some: Iterable[Kernel], issued: int) -> Work:
-        return Work(tuple(Counts(some).items()), issued)
-
 
 class Logged(NamedTuple):
     """An operation that wrote something: in which use, whether compiled code joins it with others, and the tensors that
@@ -102,21 +98,20 @@ class Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernels: list[Kernel] = []
-        self.issued = 0
-        self.virtual: dict[int, int] = {}  # bytes that compiled code has not written, by storage
-        self.read: set[int] = set()  # storages that joined kernels have read in this lap
         self.begin()
 
     def begin(self) -> None:
         """A rehearsal begins."""
-        self.kernels, self.issued, self.read, self.virtual = [], 0, set(), {}
+        self.kernels: list[Kernel] = []
+        self.issued = 0
+        self.virtual: dict[int, int] = {}  # bytes that compiled code has not written, by storage
+        self.read: set[int] = set()  # storages that joined kernels have read in this lap
         self.log: list[Logged] = []
         self.use = self.made = 0
         self.numbers: dict[int, int] = {}  # of tensors, by storage
 
     def lap(self) -> Work:
-        found = Work.of(self.kernels, self.issued)
+        found = Work(tuple(Counts(self.kernels).items()), self.issued)
         self.kernels, self.issued, self.read = [], 0, set()
         self.use += 1
         return found

@@ -249,7 +249,6 @@ class _Lanes:
         self.played = Run()
         self.moving = hardware.bandwidth * hardware.moves
         self.taken = 0.0 if traffic.by_copies else hardware.taken
-        self.done: list[float] = []  # reductions
 
     def step(self) -> None:
         played = self.played = Run(begin=self.played.end)
@@ -283,8 +282,7 @@ class _Lanes:
         plan, costs = self.plan, self.costs
         ready: dict[int, float] = {}
         issued = 0
-        reduced = 0
-        self.done = []
+        ended: list[float] = []  # of reductions, when
         forward = max(1, plan.turn)
         half = costs.to_host / self.hardware.to_host / forward
         for n, (first, last) in enumerate(plan.groups):
@@ -314,15 +312,14 @@ class _Lanes:
                 self.busy.append((start, start + half, self.hardware.beside * self.hardware.to_host / self.moving))
                 end = max(end, self.free["copies"] - 2 * half)
             self.free["compute"] = end
-            while reduced < len(plan.reductions) and plan.reductions[reduced].use <= last:
-                reduction = plan.reductions[reduced]
-                if reduced >= plan.slots and self.done[reduced - plan.slots] > self.free["compute"]:
-                    self.wait("reduce", self.done[reduced - plan.slots] - self.free["compute"])
-                    self.free["compute"] = self.done[reduced - plan.slots]
+            while len(ended) < len(plan.reductions) and plan.reductions[len(ended)].use <= last:
+                reduction = plan.reductions[len(ended)]
+                if len(ended) >= plan.slots and ended[-plan.slots] > self.free["compute"]:
+                    self.wait("reduce", ended[-plan.slots] - self.free["compute"])
+                    self.free["compute"] = ended[-plan.slots]
                 transfer = self.traffic.reduce(reduction.unit)
                 done = self.send("reduce", reduction.unit, reduction.use, transfer, self.free["compute"])
-                self.done.append(done)
-                reduced += 1
+                ended.append(done)
                 if costs.overlap and number == costs.microbatches - 1:
                     seconds = costs.updates.get(reduction.unit, 0) / self.moving
                     start = max(done, self.free["update"])
@@ -336,7 +333,7 @@ class _Lanes:
             return earliest
         at, seconds = earliest, transfer.seconds
         for named, _, leg in transfer.legs:
-            where = named if named in LANES and named != "side" else lane
+            where = named if named in LANES else lane
             begin = max(at, self.free[where])
             at = self.free[where] = begin + leg
             self.span(where, unit, use, begin, at)
@@ -850,5 +847,5 @@ def measure_compute(
     shapes = [(tuple(t.shape), t.dtype) for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
     key = device_name(), state.layout.hash, repr(model), str(shapes), rounds
     if key not in _KEPT:
-        _KEPT[key] = above("step_memory").clocked(forward_backward, state, args, {}, rounds)
+        _KEPT[key] = above("step_memory").clocked(forward_backward, state, args, rounds)
     return _KEPT[key]

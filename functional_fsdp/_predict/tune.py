@@ -28,7 +28,7 @@ from .._spec.precision import Precision
 from .._spec.spec import Schedule, Spec
 from ..look.draw import INK, Page
 from .hardware import Hardware, Link
-from .prediction import Prediction, Rehearsal, above, predicted, prepared, rehearsal_of
+from .prediction import Prediction, above, predicted, prepared, rehearsal_of
 
 SHOWN = 12  # rows of a printed table
 LIMIT = 45.0  # seconds of search, and of rehearsals, after which what was found is what there is
@@ -229,7 +229,9 @@ def tune(
     )  # fmt: skip
     if goal == "model":
         return _largest(asked, model, gpus)
-    search = _Search(asked, _module(model))
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"tune: expected a module, not {type(model).__name__}; a function is for goal='model'.")
+    search = _Search(asked, model)
     begun = time.perf_counter()
     if goal == "gpus":
         limit = gpus or math.prod((mesh or {}).values())
@@ -313,10 +315,6 @@ class _Search:
             self.trials[times] = self.budgets.Trial(settings, forward_backward, state, args, {}, True, asked.compiled)
         return self.trials[times]
 
-    def rehearsal(self, times: int, ways: tuple[Any, ...]) -> Rehearsal:
-        trial = self.trial(times)
-        return rehearsal_of(trial.rehearsed(ways), self.model)
-
     def run(self, where: Sequence[Mapping[str, int]], times: int = 1) -> list[Candidate]:
         """All candidates that fit, as far as is known; others are `unlikely`."""
         found: list[Candidate] = []
@@ -387,7 +385,7 @@ class _Search:
 
     def predicted(self, spec: Spec, times: int, ways: tuple[Any, ...]) -> Prediction:
         asked = self.asked
-        found = self.rehearsal(times, ways)
+        found = rehearsal_of(self.trial(times).rehearsed(ways), self.model)
         return predicted(
             found, spec, asked.optimizer, asked.hardware, asked.graph, asked.compiled, asked.microbatches, asked.links
         )
@@ -443,12 +441,6 @@ def grown(batch: Any, times: int) -> Any:
         return torch.empty(shape, dtype=t.dtype, device="meta")
 
     return pytree.tree_map_only(torch.Tensor, more, batch)
-
-
-def _module(model: Any) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise SpecError(f"tune: expected a module, not {type(model).__name__}; a function is for goal='model'.")
-    return model
 
 
 def _largest(asked: _Asked, make: Any, gpus: int | None) -> Tuned:

@@ -18,8 +18,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_fsdp import extend
+from functional_fsdp.transforms._drive.unit_uses import USES
 from functional_fsdp.transforms._remat import moves
-from functional_fsdp.transforms._uses import USES
 
 RUBBISH = 0x7F  # as float32 it is 3.4e38
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from functional_fsdp import extend
+from functional_fsdp.transforms._drive.unit_uses import USES
 from functional_fsdp.transforms._remat.moves import MovedTensor, MoveGroup
-from functional_fsdp.transforms._uses import USES
 
 
 class Pass:

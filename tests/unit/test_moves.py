@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import functional_fsdp as fsdp
 from functional_fsdp import extend
 from functional_fsdp import transforms as T
+from functional_fsdp.transforms._drive.unit_uses import USES
 from functional_fsdp.transforms._remat.moves import MovedTensor, MoveGroup
-from functional_fsdp.transforms._uses import USES
 
 CPU = torch.device("cpu")
 WIDTH = 32

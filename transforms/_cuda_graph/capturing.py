@@ -20,10 +20,11 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from types import CodeType, FrameType, TracebackType
+from traceback import walk_tb
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -63,14 +64,8 @@ def running_line() -> tuple[str, bool]:
 
 def line_of_error(error: BaseException) -> str:
     """The innermost line outside torch and this library in an error's traceback, "" if there is none."""
-    frames = [one for one in _each(error.__traceback__) if root_of(one.tb_frame) not in PASSED]
-    return _text(frames[-1].tb_frame.f_code, frames[-1].tb_lineno) if frames else ""
-
-
-def _each(traceback: TracebackType | None) -> Iterable[TracebackType]:
-    while traceback is not None:
-        yield traceback
-        traceback = traceback.tb_next
+    lines = [one for one in walk_tb(error.__traceback__) if root_of(one[0]) not in PASSED]
+    return _text(lines[-1][0].f_code, lines[-1][1]) if lines else ""
 
 
 def _text(code: CodeType, number: int) -> str:
@@ -352,8 +347,8 @@ class GraphBuffers:
     def begin(self, state: State) -> State:
         """The same, for a step that is captured next and ends with `keep`."""
         named = [(path, t) for path, t in zip(self.paths, self.leaves, strict=True) if isinstance(t, torch.Tensor)]
-        users = [(path, t) for path, t in named if path.startswith(("buffers", "extras")) and self._stays(t)]
-        self.on_host = [(path, tensor, tensor._version) for path, tensor in users]
+        stays = [(path, t) for path, t in named if t.device.type == "cpu" and self.device.type != "cpu"]
+        self.on_host = [(path, t, t._version) for path, t in stays if path.startswith(("buffers", "extras"))]
         return self.state(state)
 
     def check(self, state: State) -> None:
@@ -396,10 +391,6 @@ class GraphBuffers:
                     "Put it on the device (device=state.count.device), or change it outside the step."
                 )
         self._write(self._fields(new), "the state at the end of the step", veto)
-
-    def _stays(self, tensor: torch.Tensor) -> bool:
-        """Whether replays leave a tensor as it is."""
-        return tensor.device.type == "cpu" and self.device.type != "cpu"
 
     @torch.no_grad()
     def _write(self, fields: tuple[Any, ...], what: str, veto: Veto | None = None) -> None:

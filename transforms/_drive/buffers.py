@@ -124,7 +124,7 @@ class Buffers:
         self.persistent = {path: (held, name) for path, held, name in every_buffer(module, persistent=True)}
         every = {path: (held, name) for path, held, name in every_buffer(module)}
         self.rest = {path: place for path, place in every.items() if path not in self.persistent}
-        self.absent = [(path, part, name) for path, part, name in _absent(module)]
+        self.absent = [*_absent(module)]
         self.aliases = _aliases(module, every)
         self.dicts = [part._buffers for part in self.parts]
         self.sizes = [*map(len, self.dicts)]

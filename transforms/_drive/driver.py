@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from operator import attrgetter, is_
+from traceback import walk_tb
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -28,14 +29,15 @@ from functional_fsdp.extend import Session, lineage_of, refuse, skeleton_of
 from .._compile.compile_units import Compiler, Options, refuse_around
 from .._compile.startup import waiting
 from .._modules import Leaf, copy_of, each_once, find_unit_modules, leaves_of, order_of, refuse_shapes, slots_of
-from .._uses import USES, Uses
 from .buffers import clear
 from .unit_calls import Levels, Slot, UnitCall, outside_levels
 from .unit_uses import (
+    USES,
     Gradients,
     Places,
     Start,
     UnitUse,
+    Uses,
     Weights,
     no_output,
     note_place,
@@ -79,10 +81,7 @@ def refuse_nesting(running: FrameType | None) -> None:
 
 def in_backward(error: Exception) -> bool:
     """Whether autograd ran when this was raised."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code is not torch_private.engine_code:
-        trace = trace.tb_next
-    return trace is not None
+    return any(frame.f_code is torch_private.engine_code for frame, _ in walk_tb(error.__traceback__))
 
 
 class NoSession:

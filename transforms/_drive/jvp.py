@@ -133,11 +133,11 @@ def driver_of(model: nn.Module) -> Driver:
 def members_of(driver: Driver, model: nn.Module) -> int:
     """How many members an ensemble has: leaves are [E, *shape in the module]."""
     size = 0
-    shapes = {leaf.path: leaf.shape for bucket in driver.state.layout.buckets.values() for leaf in bucket.leaves}
+    leaves = driver.state.layout.leaves
     for path, p in model.named_parameters():
-        if type(p) is not WeightPlaceholder or path not in shapes:  # tied leaves have one of their paths
+        if type(p) is not WeightPlaceholder or path not in leaves:  # tied leaves have one of their paths
             continue
-        shape = tuple(shapes[path])
+        shape = tuple(leaves[path].shape)
         size = size or (shape[0] if shape else 0)
         if not size or shape != (size, *p.shape):
             raise TreeError(

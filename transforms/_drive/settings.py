@@ -250,13 +250,11 @@ class Settings:
         """
         if self.dicts:
             with suppress(Exception):  # tensors were compared
-                if not any(self.empty) and self._values() == self.before and not self._turned():
+                same = not any(self.empty) and self._values() == self.before
+                if same and not any(array.turned(owner) for array, owner in self.arrays):
                     return
         self._look()
         self.before = self._values()
-
-    def _turned(self) -> bool:
-        return bool(self.arrays) and any(array.turned(owner) for array, owner in self.arrays)
 
     def _look(self) -> None:
         now = []

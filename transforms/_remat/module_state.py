@@ -214,10 +214,6 @@ class Look:
         return [found for found in self.found if not found.same()] + self.others()
 
 
-def _first(module: nn.Module) -> bool:
-    return module.training not in notes_of(module).seen
-
-
 def _places(modules: Sequence[nn.Module], every: bool) -> Iterator[StatePlace]:
     """The buffers of modules, and attributes to look into."""
     for part in modules:
@@ -240,7 +236,7 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.first = _first(module)  # then all attributes are looked into
+        self.first = module.training not in notes_of(module).seen  # then all attributes are looked into
         self.before: Look = Look((), False)
         self.copies: dict[Key, torch.Tensor] = {}  # of buffers, as the forward found them
 

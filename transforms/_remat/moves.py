@@ -42,7 +42,7 @@ from functional_fsdp import ScheduleError
 from functional_fsdp._seams import HostBuffer, torch_private
 from functional_fsdp.extend import CopyLane, HostBuffers, copy_lane, is_lent
 
-from .._uses import USES
+from .._drive.unit_uses import USES
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch_private.FakeTensor)  # the last where a step is only planned
 

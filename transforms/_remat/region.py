@@ -69,9 +69,9 @@ from functional_fsdp import ScheduleError
 from functional_fsdp._seams import around_bound_calls, objects, torch_private, written_by
 
 from .._drive.buffers import version
+from .._drive.unit_uses import USES
 from .._modules import contents_by_id, each_leaf, map_tensors, written
 from .._seed import DrawPosition
-from .._uses import USES
 from .module_state import ModuleState, StatePlace
 from .moves import MoveGroup, storage_of
 from .parts import (
@@ -262,9 +262,9 @@ class KeepProducts(torch_private.OperationMode):
         out = func(*args, **kwargs)
         if RUNNING.calls[-1] is self.call:
             if func._schema.is_mutable:
-                written = {*map(storage_of, written_by(func, args, kwargs))}
+                storages = {*map(storage_of, written_by(func, args, kwargs))}
                 for one in self.region.products:
-                    if one.storages & written:
+                    if one.storages & storages:
                         one.let_go()
             elif _is_product(func, args, kwargs):
                 self.region.products.append(Product(func, out, self.packed()))
@@ -664,13 +664,9 @@ class Recomputation:
 
 def _run(call: PartCall) -> Any:
     """Run a part as its forward did, with gradients, since some kernels are others without. Its graph is let go."""
-    with running(None), torch.autograd.graph.saved_tensors_hooks(_as_is, MoveGroup.unpack):
+    with running(None), torch.autograd.graph.saved_tensors_hooks(lambda t: (t.detach(), t._version), MoveGroup.unpack):
         out = call()
     return map_tensors(torch.Tensor.detach, out)
-
-
-def _as_is(t: torch.Tensor) -> Any:
-    return t.detach(), t._version
 
 
 def _name(who: Any) -> str:
