@@ -26,6 +26,7 @@ from __future__ import annotations
 import colorsys
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from os import PathLike, fspath
 from textwrap import wrap
 from typing import Any
@@ -252,10 +253,10 @@ def _picture_of(what: Any) -> Callable[[Any, Page], None]:
 
 
 def _specs(specs: Mapping[str, Spec], page: Page) -> None:
-    many = next((spec for spec in specs.values() if _ranks(spec) > RANKS), None)
+    many = next((n for spec in specs.values() if (n := prod(spec.axes.values())) > RANKS), None)
     if many is not None:
         raise SpecError(
-            f"draw: a spec of {_ranks(many):,} ranks; expected at most {RANKS}, which a picture can tell apart. Fewer "
+            f"draw: a spec of {many:,} ranks; expected at most {RANKS}, which a picture can tell apart. Fewer "
             f'ranks show the same: Spec({{"data": 4}}, ...).'
         )
     rows: list[tuple[str, Spec, Placement]] = []
@@ -278,13 +279,6 @@ def _specs(specs: Mapping[str, Spec], page: Page) -> None:
                 panel.box(i, y, 0.93, 0.9, facecolor="none", edgecolor="#c9cdd6")
                 panel.box(i + 0.93 * begin, y, 0.93 * (end - begin), 0.9, facecolor=colour)
     page.key({KINDS[kind]: colour for kind, colour in COLOURS.items()})
-
-
-def _ranks(spec: Spec) -> int:
-    found = 1
-    for size in spec.axes.values():
-        found *= size
-    return found
 
 
 def _kept(rule: Placement, kind: str, axes: Mapping[str, int], here: dict[str, int]) -> tuple[float, float]:

@@ -46,6 +46,7 @@ from .._state.state import State
 from .._storage import FlatBuffer, PackedWeight, leaf_shards
 from .._verbs import finish_reductions
 from .draw import FAINT, GREY, INK, Page, colours_of
+from .observe import state_in
 
 Digest = tuple[torch.Tensor, torch.Tensor]  # int64 [], float64 [3]
 CHUNK = 1 << 22  # elements at a time
@@ -299,8 +300,7 @@ class Fingerprinted:
         before = {key: noted[0][1] for key, noted in watch.noted.items() if key.kind == "main"}
         with run.watched(watch):
             out = self.train_step(state, *args, **kwargs)
-        leaves = pytree.tree_leaves(out, is_leaf=lambda x: isinstance(x, State))
-        new = next((leaf for leaf in leaves if isinstance(leaf, State)), None)
+        new = state_in(out)
         if new is not None:
             watch.updates(new, before)
             state = new
@@ -325,12 +325,9 @@ class Fingerprinted:
 
 def places(run: Runtime) -> list[dict[str, int]]:
     """Where each rank stands on each axis, in order of ranks."""
-    where = [dict(zip(run.sizes, at, strict=True)) for at in _indices(run.grid)]
+    indices = torch.nonzero(torch.ones_like(run.grid)).tolist()
+    where = [dict(zip(run.sizes, at, strict=True)) for at in indices]
     return [where[i] for i in torch.argsort(run.grid.flatten()).tolist()]
-
-
-def _indices(grid: torch.Tensor) -> list[list[int]]:
-    return torch.nonzero(torch.ones_like(grid)).tolist()
 
 
 def combined(
@@ -740,7 +737,7 @@ class _Comparing:
             if size is None or self.first is not None:
                 continue
             found = self._difference(key, a, b, size, ranks)
-            if self.by_rank or self._counts(key, a, size, found):
+            if self.by_rank or self._counts(key, a, size):
                 self.first = found
             else:
                 self.rounding = self.rounding or found
@@ -752,7 +749,7 @@ class _Comparing:
             if kind in most:
                 self.growth.setdefault(kind, []).append(most[kind])
 
-    def _counts(self, key: Key, step: Step, size: float, found: Difference) -> bool:
+    def _counts(self, key: Key, step: Step, size: float) -> bool:
         """Whether a difference is more than rounding makes."""
         if key.kind == "input":
             return True

@@ -24,7 +24,7 @@ from .._plan.plan import Plan
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
 from .draw import FAINT, INK, Page, colours_of
-from .timeline import SCALES, STEP, Arrival, Measured, Timeline, draw_lanes, length, measured, predict, recorded
+from .timeline import STEP, Arrival, Measured, Timeline, draw_lanes, length, measured, predict, recorded, time_scale
 
 CLOCK = "clock"
 EXCHANGES = 9  # by which clocks are compared
@@ -159,8 +159,7 @@ class Observed:
             self._given_up(error)
             raise
         if number == self._steps:
-            leaves = pytree.tree_leaves(out, is_leaf=lambda x: isinstance(x, State))
-            self._end(run, next((leaf for leaf in leaves if isinstance(leaf, State)), state))
+            self._end(run, state_in(out) or state)
         return out
 
     def _given_up(self, error: BaseException) -> BaseException:
@@ -208,9 +207,8 @@ class Observed:
         units = {bucket.name: bucket.unit for bucket in state.layout.buckets.values()}
         gathers, reductions = [g.unit for g in plan.gathers], [r.unit for r in plan.reductions]
         steps = measured(found, units, gathers, reductions)[1:]
-        clock = (
-            next((r.begin for r in found.ranges if r.name == CLOCK), 0.0) - self._clock
-        )  # of the trace, less the host's
+        begun = next((r.begin for r in found.ranges if r.name == CLOCK), 0.0)
+        clock = begun - self._clock  # of the trace, less the host's
         left = []
         for _ in range(EXCHANGES):
             run.everyone(0, "clocks")
@@ -227,6 +225,12 @@ class Observed:
         rows = _rows(steps, plan, _received(state, run), self._rates)
         peaks = tuple(one[-1] for one in every)
         self.report = Observation(run.rank, tuple(one[0] for one in every), rows, late, peaks, plan, steps, self._rates)
+
+
+def state_in(out: Any) -> State | None:
+    """The first State of what a train step returned."""
+    leaves = pytree.tree_leaves(out, is_leaf=lambda x: isinstance(x, State))
+    return next((leaf for leaf in leaves if isinstance(leaf, State)), None)
 
 
 def lateness(arrivals: list[list[Arrival]], left: list[list[float]], ended: bool) -> tuple[Late, ...]:
@@ -418,7 +422,7 @@ class Observation:
         if self.rows and len(self.rows) == len(self.plan.uses):
             planned = _planned([step for step in self.steps if len(step.uses) == len(self.rows)], self.plan, self.rates)
         longest = max(one.seconds, seen.seconds, planned.seconds if planned else 0.0)
-        scale, name = next(((s, n) for s, n in SCALES if longest * s >= 1), SCALES[-1])
+        scale, name = time_scale(longest)
         end = longest * scale or 1.0
         colours = colours_of([*dict.fromkeys([*(u.name for u in self.plan.units), *(s.unit for s in one.spans)])])
         page.text(f"One step on rank {self.rank}: {one.seconds * scale:,.3g} {name}", 15, INK, 0.36, weight="bold")

@@ -83,7 +83,7 @@ def state_bytes(state: State) -> tuple[dict[str, int], int]:
             tensor = node.local if isinstance(node, FlatBuffer) else node
             if not isinstance(tensor, torch.Tensor):
                 continue
-            if _is_far(node, name):
+            if _is_far(tensor, node, name):
                 host += tensor.nbytes
             else:
                 kind = NAMES.get(name, name)
@@ -91,13 +91,14 @@ def state_bytes(state: State) -> tuple[dict[str, int], int]:
     return near, host
 
 
-def _is_far(node: Any, field: str) -> bool:
-    if not isinstance(node, FlatBuffer):
-        return False
-    if node.local.device.type != "meta":
-        return in_host_memory(node.local)
+def _is_far(tensor: torch.Tensor, node: Any, field: str) -> bool:
+    """Whether a tensor lies in the host's memory; of an abstract state, whether it would. node: the FlatBuffer of which
+    it is the local part, or itself."""
+    if not tensor.is_meta or not isinstance(node, FlatBuffer):
+        return in_host_memory(tensor)
     bucket = node.bucket
-    return not bucket.by_leaf and (bucket.copy_on_host if field == "weights" else bucket.on_host)
+    there = {"weights": bucket.copy_on_host, "grads": bucket.grads_on_host}.get(field, bucket.on_host)
+    return there and not bucket.by_leaf
 
 
 ALWAYS = "always"
@@ -376,23 +377,12 @@ def summary(trees: Mapping[str, Any]) -> str:
         nodes = pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, FlatBuffer))
         buffer = next((node for node in nodes if isinstance(node, FlatBuffer)), None)
         states = ", ".join(f"{axis}: {s}" for axis, s in buffer.states) if buffer else ""
-        far = sum(_far(node, name) for node in nodes)
+        locals_ = [(node.local if isinstance(node, FlatBuffer) else node, node) for node in nodes]
+        far = sum(t.nbytes for t, node in locals_ if isinstance(t, torch.Tensor) and _is_far(t, node, name))
         states += f"; {bytes_text(far)} in host memory" if far else ""
         size = bytes_text(sum(t.numel() * t.element_size() for t in tensors))
         rows.append((name, len(tensors), size, dtypes or "-", states or "-"))
     return table(("field", "tensors", "bytes a rank", "dtype", "placed"), rows)
-
-
-def _far(node: Any, tree: str) -> int:
-    """Bytes of a node of a tree that lie in the host's memory; of an abstract state, that would."""
-    local = node.local if isinstance(node, FlatBuffer) else node
-    if not isinstance(local, torch.Tensor):
-        return 0
-    there = in_host_memory(local)
-    if local.is_meta and isinstance(node, FlatBuffer):
-        bucket = node.bucket
-        there = {"weights": bucket.copy_on_host, "grads": bucket.grads_on_host}.get(tree, bucket.on_host)
-    return int(local.nbytes) if there else 0
 
 
 provide("look", spec_table, layout_table, plan_table, cursor_table, state_table, summary)

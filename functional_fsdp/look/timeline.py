@@ -35,7 +35,11 @@ from .._common.tree import PathIndex, bytes_text
 from .._plan.plan import REDUCTIONS_AT_ONCE, Plan, PlannedUnit
 from .draw import EXPOSED, FAINT, INK, Page, Panel, binary_scale, colours_of
 
-SCALES = ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))
+
+def time_scale(seconds: float) -> tuple[float, str]:
+    """By what seconds are multiplied where the longest are so many, and the unit that they are told in then."""
+    scales = ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))
+    return next((one for one in scales if seconds * one[0] >= 1), scales[-1])
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,7 @@ def draw_timeline(plan: Plan, timeline: Timeline, path: str | PathLike[str]) -> 
         ImportError: matplotlib is missing; the text names the extra to install.
     """
     page = Page()
-    scale, unit_of_time = next(((s, name) for s, name in SCALES if timeline.seconds * s >= 1), SCALES[-1])
+    scale, unit_of_time = time_scale(timeline.seconds)
     end = timeline.seconds * scale or 1.0
     size, unit_of_size = binary_scale(plan.arena)
     top = plan.arena / size or 1.0
