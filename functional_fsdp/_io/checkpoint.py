@@ -557,7 +557,7 @@ def _filled(
             whole = {"is_leaf": lambda x: isinstance(x, FlatBuffer)}
             fresh = fresh._evolve(**{name: pytree.tree_map(blank, getattr(fresh, name), **whole) for name in SAVED})
         chosen, anew = fits(path, note, there, fresh, named(fresh, there), allow)
-        chosen, left = with_residuals(fresh, chosen, there)
+        chosen, left = with_residuals(chosen, there)
         read_tensors(path, note, there, [part for part in chosen if part.name not in again])
         cut = [part for part in chosen if part.name in again]
         read_recut(path, note, all_there, again, cut, joint.run.coordinate)

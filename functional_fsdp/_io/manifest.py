@@ -665,7 +665,7 @@ def fits(
 
 
 def with_residuals(
-    state: State, chosen: list[SavedTensor], there: Mapping[str, Tensor]
+    chosen: list[SavedTensor], there: Mapping[str, Tensor]
 ) -> tuple[list[SavedTensor], list[tuple[SavedTensor, torch.Tensor]]]:
     """Of leaves whose errors other numbers of ranks have saved: all of them, to be added up. The sum is what counts.
 

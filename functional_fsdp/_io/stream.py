@@ -26,7 +26,7 @@ from .._state.state import State
 from .._storage import FlatBuffer, leaf_shards, stored_as, unpacked_leaves, whole_leaves
 from .conversions import Conversions, checked, part_of
 from .manifest import buffers_of
-from .pieces import Piece, blocks, pieces
+from .pieces import blocks, pieces
 
 Named = dict[str, torch.Tensor]
 BLOCK = 1024  # elements of a leaf that are compared as one
@@ -181,7 +181,7 @@ def none_apart(state: State, what: str) -> None:
 
 
 def _units(state: State, dtype: torch.dtype | None, convert: Conversions, keeps: bool) -> Iterator[tuple[str, Named]]:
-    parts = _Parts(state, convert) if convert else None
+    parts = _Parts(convert) if convert else None
     for unit in state.layout.units:
         whole = _gathered(state, unit, dtype)
         named: Named = {}
@@ -280,7 +280,7 @@ class _FileRuns:
 class _Parts:
     """Leaves of files that are put together of leaves in memory, until they have all of them."""
 
-    def __init__(self, state: State, convert: Conversions) -> None:
+    def __init__(self, convert: Conversions) -> None:
         self.convert = convert
         self.room: dict[str, tuple[torch.Tensor, int]] = {}
 
@@ -289,30 +289,21 @@ class _Parts:
         done: Named = {}
         for path, leaf in whole.items():
             for piece in pieces(path, leaf.shape, self.convert.get(path, path)):
-                if self._is_it(piece, leaf):
-                    done[piece.name] = leaf
+                if piece.shape == tuple(leaf.shape) and piece.numel == leaf.numel() and len(piece.lines) <= 1:
+                    done[piece.name] = leaf  # it is that of the file as it is
                     continue
                 at, filled = self.room.pop(piece.name, (None, 0))
                 if at is None:
                     at = leaf.new_empty(piece.shape)
-                _put(at.view(-1), piece, leaf.reshape(-1), 0)
+                file, flat = at.view(-1), leaf.reshape(-1)
+                for block in blocks(piece, 0, flat.numel()):
+                    file[block.file : block.file + block.numel].view(block.sizes).copy_(block.of(flat, 0))
                 filled += piece.numel
                 if filled == at.numel():
                     done[piece.name] = at
                 else:
                     self.room[piece.name] = at, filled
         return done
-
-    @staticmethod
-    def _is_it(piece: Piece, leaf: torch.Tensor) -> bool:
-        """Whether the leaf is that of the file as it is."""
-        return piece.shape == tuple(leaf.shape) and piece.numel == leaf.numel() and len(piece.lines) <= 1
-
-
-def _put(file: torch.Tensor, piece: Piece, run: torch.Tensor, start: int) -> None:
-    """A run of a leaf, from its element `start` on, into a leaf of the file, flat."""
-    for block in blocks(piece, start, start + run.numel()):
-        file[block.file : block.file + block.numel].view(block.sizes).copy_(block.of(run, start))
 
 
 # ---------------------------------------------------------------- what has changed

@@ -116,12 +116,13 @@ class HuggingFace:
             raise CheckpointError(
                 f"{path} has {len(shards)} shards, and one of number {max(shards)}: some are missing."
             )
+        index, names = _index(path)
         numbered = {match[1]: int(match[2]) for file in files if (match := NUMBERED.fullmatch(file.name))}
-        if not _index(path)[0] and len(numbered) < (of := max(numbered.values(), default=0)):
+        if not index and len(numbered) < (of := max(numbered.values(), default=0)):
             raise CheckpointError(f"{path} has {len(numbered)} of {of} files of weights: some are missing.")
-        lacking = next((name for name in _index(path)[1] if name not in found), None)
+        lacking = next((name for name in names if name not in found), None)
         if lacking is not None:
-            raise CheckpointError(f"{path / _index(path)[0]} names {lacking!r}, which none of its files has.")
+            raise CheckpointError(f"{path / index} names {lacking!r}, which none of its files has.")
         found = {name: one for name, one in found.items() if name not in ties}
         return Contents(f"{kind} ({suffix}, {len(files)} files)" if len(files) > 1 else f"{kind} ({suffix})",
                         found, world=len(shards) or None, ties=ties or None,
@@ -265,14 +266,14 @@ class Peft:
         )  # fmt: skip
 
 
-def in_model(name: str, adapter: str = "default") -> str:
-    """What the model calls a leaf of an adapter's file."""
+def in_model(name: str) -> str:
+    """What the model calls a leaf of an adapter's file, whose adapter has the name that peft gives it."""
     match = MODULE.match(name)
     if match is None:
         module, _, last = name.rpartition(".")
-        return name if ".base_layer." in name else f"{module}.modules_to_save.{adapter}.{last}"
+        return name if ".base_layer." in name else f"{module}.modules_to_save.default.{last}"
     rest = ".weight" if match["kind"] == "lora_magnitude_vector" else match["rest"]
-    return f"{match['module']}.{match['kind']}.{adapter}{rest}"
+    return f"{match['module']}.{match['kind']}.default{rest}"
 
 
 def in_file(name: str, adapter: str = "default") -> str | None:

@@ -124,10 +124,7 @@ class AllLeaves(WholeLeaves):
             except Exception as error:  # without a gradient, say: then a real step says so
                 first = first or error
         if not found:
-            raise SpecError(
-                f"{name_of(self.cls)}: the class does not take the leaf {path!r} of shape {list(shape)}: it raised "
-                f"{type(first).__name__}: {first}. Give the leaf to another optimizer by its label: fsdp.partition."
-            ) from first
+            raise self._refused(path, shape, first) from first
         return found if self._moving[label] == before else self._tried(label, shape, dtype, path)
 
     def _run(
@@ -205,10 +202,6 @@ class Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _always(*args: Any) -> bool:
-    return True
-
-
 class Scout:
     """For one class with options."""
 
@@ -221,7 +214,7 @@ class Scout:
         self.count: Any = None
         self.turns: dict[Any, int] = {}  # of each place its own: with two labels one would have the odd ones
 
-    @traced_as(_always)
+    @traced_as(lambda *args: True)
     def due(self, label: str, bucket: str, count: torch.Tensor) -> bool:
         """Whether a step begins with this call: of another State, which has its own count, or its first bucket came
         before."""
@@ -347,10 +340,8 @@ class FromTorch(UpdatesSome):
         object.__setattr__(self, "number", next(NUMBER))
         object.__setattr__(self, "scout", Scout(self.cls))
         LIVE[self.number] = self
-        labels = [label for value in self.options.values() if isinstance(value, Mapping) for label in value]
-        for label in dict.fromkeys((*labels, "default")):
-            if all(not isinstance(v, Mapping) or label in v or "default" in v for v in self.options.values()):
-                self.known(label, HOST)
+        for label in _labels(self.options):
+            self.known(label, HOST)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.cls, self.options)  # a copy has a number of its own
@@ -689,11 +680,10 @@ def from_torch(cls: type, *, by: str | None = None, **options: Any) -> FromTorch
     if by not in WAYS:
         raise SpecError(f"from_torch: by is {by!r}; expected 'elementwise', 'leaf', 'all', or nothing.")
     refuse_known(cls)
-    labels = [label for value in options.values() if isinstance(value, Mapping) for label in value]
-    found = []
-    for label in dict.fromkeys((*labels, "default")):
-        if all(not isinstance(v, Mapping) or label in v or "default" in v for v in options.values()):
-            found.append((label, _observed(cls, {name: by_label(name, v, label) for name, v in options.items()})))
+    found = [
+        (label, _observed(cls, {name: by_label(name, v, label) for name, v in options.items()}))
+        for label in _labels(options)
+    ]
     for _, one in found:
         if one.way == "random":
             refuse(cls, f"{one.finding}, which no other placement and no checkpoint repeats", "Use one without", "")
@@ -701,7 +691,7 @@ def from_torch(cls: type, *, by: str | None = None, **options: Any) -> FromTorch
             remedy = "Give by='all', which gathers all leaves on each rank, or use an optimizer without that"
             refuse(cls, f"it couples leaves: {one.finding}", remedy, "")
     if by == "all":
-        if labels:
+        if labels := [label for value in options.values() if isinstance(value, Mapping) for label in value]:
             text = "expected the same for all leaves, since it has all of them in one group"
             raise SpecError(f"{name_of(cls)}: by is 'all', but options are given by label, {labels[0]!r}: {text}.")
         return _checked(AllLeaves(cls, dict(options), str(found[0][1].finding or "by='all' was given")), found)
@@ -718,6 +708,13 @@ def from_torch(cls: type, *, by: str | None = None, **options: Any) -> FromTorch
                 raise
             why = (str(error).partition("parameters: ")[2] or str(error)).partition(". Use ")[0]
     return _checked(WholeLeaves(cls, dict(options), why, late), found)
+
+
+def _labels(options: Mapping[str, Any]) -> list[str]:
+    """The labels by which options are given, and "default", for which there are all of them."""
+    by_name = [value for value in options.values() if isinstance(value, Mapping)]
+    every = dict.fromkeys((*(label for value in by_name for label in value), "default"))
+    return [label for label in every if all(label in value or "default" in value for value in by_name)]
 
 
 def _checked(whole: WholeLeaves, found: list[tuple[str, Observed]]) -> WholeLeaves:

@@ -347,6 +347,13 @@ def _laid(sizes: Iterable[int]) -> Slices:
     return tuple(pairwise((0, *accumulate(sizes))))
 
 
+def at_once(buckets: Iterable[Bucket], fill: int) -> list[list[str]]:
+    """Buckets that are updated at once, by name, of so many bytes of main weights: the last ones first, as their
+    gradients come."""
+    sizes = {bucket.name: bucket.nbytes("main") for bucket in buckets}
+    return portions(dict(reversed(sizes.items())), fill)
+
+
 def find_owners(
     buckets: Sequence[Bucket], cut: Callable[[Bucket, Leaf], Iterable[Part]], together: Sequence[Sequence[str]]
 ) -> tuple[Owners, ...]:
@@ -503,27 +510,19 @@ class Muon(UpdatesSome):
         Example: `print(*muon().owners(fsdp.make_layout(params, spec).trainable.values()))`.
         """
         some = [*buckets]
-        return find_owners(some, self._parts, self._groups(some))
-
-    def _groups(self, buckets: Iterable[Bucket]) -> tuple[tuple[str, ...], ...]:
-        """Buckets that are updated at once, by name: the last ones first, as their gradients come."""
-        sizes = {bucket.name: bucket.nbytes("main") for bucket in buckets}
-        return tuple(map(tuple, portions(dict(reversed(sizes.items())), self.fill)))
+        return find_owners(some, self._parts, at_once(some, self.fill))
 
     def _parts(self, bucket: Bucket, leaf: Leaf) -> Iterator[Part]:
         """A leaf's matrices, each for itself where they lie one after the other; else the leaf."""
-        pattern = self._pattern(leaf.label)
+        pattern = self.matrices.get(leaf.label, self.matrices.get("default"))
         *batch, m, n = self._shape(leaf, pattern)
         if not leaf.numel:
             return
-        if any(one.ranks > 1 for one in leaf.cuts):
-            flops = self.ns_steps * (4 * min(m, n) ** 2 * max(m, n) + 2 * min(m, n) ** 3)
-            times = math.prod(one.ranks for one in leaf.cuts)
-            yield Part((times, *leaf.shape), self._joins(leaf, pattern), 0, (m, n), math.prod(batch) * flops)
-            return
-        small, large, count = min(m, n), max(m, n), math.prod(batch)
+        small, large, count = min(m, n), max(m, n), prod(batch)
         flops = self.ns_steps * (4 * small * small * large + 2 * small**3)
-        if pattern is None or _keeps_order(pattern[0]):
+        if (times := _times(leaf)) > 1:
+            yield Part((times, *leaf.shape), self._joins(leaf, pattern), 0, (m, n), count * flops)
+        elif pattern is None or _keeps_order(pattern[0]):
             for k in range(count):
                 yield Part((m, n), None, k * m * n, (m, n), flops)
         else:
@@ -545,9 +544,6 @@ class Muon(UpdatesSome):
         left, right = list(names), list(names)
         left[one.dim], right[one.dim] = f"(parts d{one.dim})", f"(parts ranks d{one.dim})"
         return f"ranks {' '.join(left)} -> {' '.join(right)}", (("parts", len(one.sizes)), ("ranks", one.ranks))
-
-    def _pattern(self, label: str) -> Pattern | None:
-        return self.matrices.get(label, self.matrices.get("default"))
 
     def _shape(self, leaf: Leaf, pattern: Pattern | None) -> tuple[int, ...]:
         """[..., rows, columns]."""
@@ -576,7 +572,7 @@ class Muon(UpdatesSome):
 
     def placed(self, opt: MuonState) -> MuonState:
         buckets = [buffer.bucket for buffer in opt.momentum.values()]
-        return MuonState(opt.momentum, self.owners(buckets), self._groups(buckets))
+        return MuonState(opt.momentum, self.owners(buckets), tuple(map(tuple, at_once(buckets, self.fill))))
 
     def at_once(self, opt: MuonState) -> tuple[tuple[str, ...], ...]:
         """Matrices of equal shapes are one batch, and have the same bits wherever they lie if that is the same one."""

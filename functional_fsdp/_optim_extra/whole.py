@@ -39,13 +39,12 @@ from .._optim.optimizer import (
     check_settings,
     labels_in,
     labels_of,
-    portions,
     put,
 )
 from .._plan.layout import Bucket, Leaf
 from .._runtime.agreement import Leaves
 from .._storage import FlatBuffer
-from .muon import Given, Homes, Moves, Owners, Part, back, cut, find_owners, homes, ordered, there
+from .muon import Given, Homes, Moves, Owners, Part, at_once, back, cut, find_owners, homes, ordered, there
 from .prove import Work, beside, give_names, hand_over, made, name_of, numbers_like, same, uncompiled
 
 Trees = dict[str, Tree]
@@ -225,7 +224,7 @@ class WholeLeaves(UpdatesSome):
         key = tuple(buckets)
         if key not in self._plans:
             self._refuse_cut(buckets)
-            groups = self._groups(buckets)
+            groups = at_once(buckets, self.fill)
             owners = find_owners(buckets, self._part, groups)
             self._plans[key] = Plan(owners, groups, homes(owners, self._kinds))
         return self._plans[key]
@@ -267,10 +266,6 @@ class WholeLeaves(UpdatesSome):
     @cached_property
     def _moving(self) -> dict[str, frozenset[str]]:
         return {}
-
-    def _groups(self, buckets: Sequence[Bucket]) -> list[list[str]]:
-        sizes = {bucket.name: bucket.nbytes("main") for bucket in buckets}
-        return portions(dict(reversed(sizes.items())), self.fill)
 
     # ---- an instance
 
@@ -418,15 +413,19 @@ class WholeLeaves(UpdatesSome):
         except (SpecError, TreeError):
             raise
         except Exception as error:
-            raise SpecError(
-                f"{name_of(self.cls)}: the class does not take the leaf {path!r} of shape {list(shape)}: it raised "
-                f"{type(error).__name__}: {error}. Give the leaf to another optimizer by its label: fsdp.partition."
-            ) from error
+            raise self._refused(path, shape, error) from error
         # what it keeps beside is known by the last step only: forms of earlier steps shall have it, too
         if self._moving.get(label, frozenset()) != before:
             return self._tried(label, shape, dtype, path)
         self._work[label, shape, dtype] = work.flops // steps
         return found
+
+    def _refused(self, path: str, shape: tuple[int, ...], error: Exception | None) -> SpecError:
+        """The error for a leaf that the class does not take."""
+        return SpecError(
+            f"{name_of(self.cls)}: the class does not take the leaf {path!r} of shape {list(shape)}: it raised "
+            f"{type(error).__name__}: {error}. Give the leaf to another optimizer by its label: fsdp.partition."
+        )
 
     def check(self, label: str) -> None:
         """Refuse a class of which a new instance that is given the state does not go on as the old one would."""
