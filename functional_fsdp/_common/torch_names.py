@@ -105,6 +105,7 @@ storage_at = torch._C._construct_storage_from_data_pointer  # of bytes that some
 pop_saved_hooks = C._autograd._pop_saved_tensors_default_hooks  # the innermost saved_tensors_hooks
 push_saved_hooks = C._autograd._push_saved_tensors_default_hooks
 NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # a context
+overlapping: Callable[[list[torch.Tensor]], set[int]] = torch._C._dynamo.guards.compute_overlapping_tensors  # places
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl  # of a class that has none
 make_wrapper: Any = torch.Tensor._make_wrapper_subclass  # a tensor without bytes of its own
 

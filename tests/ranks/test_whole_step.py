@@ -533,6 +533,33 @@ def test_random_numbers_within_a_higher_order_operator_are_refused() -> None:
         T.compile(step_of(model), "aot_eager")(state, torch.ones(4, WIDTH))
 
 
+def test_an_argument_that_is_written_shares_its_memory_with_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's code would read there what was before. Parts of one tensor that do not meet are no such arguments."""
+    monkeypatch.setattr(_whole_step, "through_inductor", lambda module, *rest: module.forward)
+    state, model = state_of(Layers())
+
+    def loss_fn(model: Any, x: torch.Tensor, seen: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        seen[1:].add_(1.0)
+        torch.add(kept, 1.0, out=kept)
+        return model(x).sum() + seen.sum()
+
+    forward_backward = T.forward_backward(model, loss_fn)
+    memory = torch.zeros(4, 3)
+    refused = r"writes to an argument, and others have its memory, too: float32 \[4, 2\], float32 \[4, 2\]"
+    for first in ("met", "apart"):
+        step = T.compile(lambda state, *args: fsdp.step(forward_backward(state, *args)[0]))
+        if first == "apart":
+            state = step(state, X, memory[:, ::2], torch.ones(4, 2))
+            state = step(state, X, memory[:, :2], torch.ones(4, 2))
+        with pytest.raises(SpecError, match=refused):
+            step(state, X, memory[:, :2], memory[:, 1:])
+        with pytest.raises(SpecError, match=refused):
+            step(state, X, memory[:, 1:], memory[:, :2])
+    state = step(state, X, memory[:, :2], torch.ones(4, 2))
+    assert state.steps == 3
+    assert memory.tolist() == [[0.0] * 3, *[[3.0, 2.0, 1.0]] * 3]
+
+
 def test_rounds_of_two_states_may_alternate() -> None:
     """A whole round of one, between two microbatches of the other."""
     found = []

@@ -40,6 +40,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import operator
 import pathlib
 import random
 import re
@@ -384,10 +385,14 @@ class CompiledStep:
                 self.states[i] = (*flat_state(leaf), graph.took(leaf), leaf.version)
         self.stepped = graph.stepped
         module = graph.module
+        own = {id(leaf) for state in call.states for leaf in flat_state(state)[0]}
+        self.given_tensors = [k for k, i in enumerate(self.inputs) if id(call.leaves[i]) not in own]
+        self.written = _written(module.graph).intersection(self.given_tensors) if backend == "inductor" else set()
+        self._refuse_shared([call.leaves[i] for i in self.inputs])
         point_at_second_gathers(module.graph)
         self.constants = _lifted(module)
-        own = {id(offset): k for k, offset in enumerate(graph.offsets)}
-        self.offsets = [(i, own[id(t)]) for i, t in enumerate(self.constants) if id(t) in own]
+        offsets = {id(offset): k for k, offset in enumerate(graph.offsets)}
+        self.offsets = [(i, offsets[id(t)]) for i, t in enumerate(self.constants) if id(t) in offsets]
         output = module.graph.output_node()  # what it was given need not come out again
         (results,) = output.args
         output.args = ([node for node, i in zip(results, self.given, strict=True) if i < 0],)  # type: ignore[arg-type]
@@ -439,6 +444,20 @@ class CompiledStep:
                 )
             raise
 
+    def _refuse_shared(self, inputs: list[torch.Tensor]) -> None:
+        """Inductor's code reads and writes each argument as if no other had its memory."""
+        for k in self.written:
+            storage = inputs[k].untyped_storage()._cdata
+            both = [i for i in self.given_tensors if inputs[i].untyped_storage()._cdata == storage]
+            shared = [both[i] for i in sorted(torch_private.overlapping([inputs[i] for i in both]))]
+            if k not in shared:
+                continue
+            said = ", ".join(f"{str(inputs[k].dtype).removeprefix('torch.')} {[*inputs[k].shape]}" for k in shared)
+            raise SpecError(
+                f"compile: the step writes to an argument, and others have its memory, too: {said}. Inductor's code "
+                "would read what was there before. Give a clone, or say T.compile(step, 'aot_eager')."
+            )
+
     def serves(self, kind: Any) -> bool:
         """Whether it is for such a call."""
         return bool(kind == self.kind) and all(guard() == value for guard, value in self.guards)
@@ -446,6 +465,7 @@ class CompiledStep:
     def __call__(self, call: StepCall) -> Any:
         states = call.states
         inputs = [call.leaves[i] for i in self.inputs]
+        self._refuse_shared(inputs)
         for i, k in self.offsets:
             self.constants[i] = lineage_of(states[k]).offset  # type: ignore[assignment]  # one that runs has it
         with self._whole_or_broken(states, inputs), self._plain():
@@ -471,6 +491,24 @@ class CompiledStep:
             else:
                 out += filled([leaf])
         return torch_private.pytree.tree_unflatten(out, self.structure)
+
+
+def _written(graph: fx.Graph) -> set[int]:
+    """Which inputs of a fresh graph operations write to, by their number."""
+    found: set[int] = set()
+    of = {node: k for k, node in enumerate(graph.find_nodes(op="placeholder"))}
+    for node in graph.nodes:
+        if node.target is operator.getitem and node.args[0] in of:
+            of[node] = of[node.args[0]]
+        schema = getattr(node.target, "_schema", None)
+        for i, argument in enumerate(schema.arguments) if schema else ():
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            for one in (value if isinstance(value, list | tuple) else [value]) if argument.alias_info else ():
+                if one in of and argument.alias_info.is_write:
+                    found.add(of[one])
+                if one in of:
+                    of[node] = of[one]  # a view of it
+    return found
 
 
 def _lifted(module: fx.GraphModule) -> list[torch.Tensor]:
