@@ -43,7 +43,7 @@ class StreamLanes(HostLanes):
         self.graph = torch.cuda.Event()  # its end
         self.issues = self.skips = 0  # collectives that the job has issued, and that its twin leaves out
         self.signals: dict[str, Any] = {}  # by axis: barriers
-        self.connecting: list[threading.Thread] = []
+        self.connecting: list[tuple[threading.Thread, list[str]]] = []  # and the lanes that each connects
 
     # ---- streams
 
@@ -133,7 +133,7 @@ class StreamLanes(HostLanes):
         """What is logged is issued, even if an interrupt comes. If the job's own code raises, what it did not issue is
         issued for those who wait."""
         run = self.run
-        if self.connecting:  # an interrupt came through in `connected`
+        if self.connecting:  # while a state is made; or its making was left
             self.connected()
         if hops and run.size > 1:
             run.logs[lane].append(hops)
@@ -206,30 +206,43 @@ class StreamLanes(HostLanes):
         found = ((lane, self.run.groups[lane, axis]) for axis in self.run.sizes for lane in ("gather", "reduce"))
         return [lane for lane, group in found if not is_connected(group, self.device)]
 
+    @uninterruptible
     def connect(self, lanes: Collection[str]) -> None:
-        """Begin to connect the ranks of these lanes, each on a thread. Collective. NCCL does it when the first
-        collective of a kind is issued, and holds up whoever issues that, for 0.3 to 0.4 s a lane."""
-        for lane in lanes:
-            self.connecting.append(threading.Thread(target=self._connect, args=(lane,), daemon=True))
-            self.connecting[-1].start()
+        """Begin to connect the ranks of these lanes, on a thread; not those that are connected, or under way since a
+        call that was left. Collective. NCCL does it when the first collective of a kind is issued, and holds up
+        whoever issues that, for 0.3 to 0.4 s a lane.
 
-    def _connect(self, lane: str) -> None:
-        """Issue a collective of the lane's kind, of a few bytes."""
+        One lane after the other, in the same order on all ranks. Two at once could wait for each other: where NCCL has
+        several roots, each thread keeps the store while it waits for the others' keys; and a kernel that waits for its
+        peers keeps a call that frees memory from ending, and that whatever would issue the peers' next one.
+        """
+        missing = self.unconnected()
+        busy = [lane for thread, some in self.connecting if thread.is_alive() for lane in some]
+        new = [lane for lane in lanes if lane in missing and lane not in busy]
+        if new:
+            thread = threading.Thread(target=self._connect, args=(new,), daemon=True)
+            self.connecting.append((thread, new))
+            thread.start()
+
+    def _connect(self, lanes: Collection[str]) -> None:
+        """Issue a collective of each lane's kind, of a few bytes."""
         run = self.run
-        with suppress(Exception), torch.cuda.device(self.device), torch.cuda.stream(self.lanes[lane]):
-            (axis,) = run.sizes
-            every, one = (torch.zeros(n, device=self.device) for n in (run.size, 1))
-            if lane == "gather":
-                all_gather_single(every, one, group=run.groups[lane, axis])
-            else:
-                reduce_scatter_single(one, every, group=run.groups[lane, axis])
+        (axis,) = run.sizes
+        for lane in lanes:
+            with suppress(Exception), torch.cuda.device(self.device), torch.cuda.stream(self.lanes[lane]):
+                every, one = (torch.zeros(n, device=self.device) for n in (run.size, 1))
+                if lane == "gather":
+                    all_gather_single(every, one, group=run.groups[lane, axis])
+                else:
+                    reduce_scatter_single(one, every, group=run.groups[lane, axis])
 
     def connected(self) -> None:
         """Wait until all are connected, or a rank has ended. What has failed fails again, and says why, where it is
         used."""
         while self.connecting:
-            self.connecting[-1].join(POLL.total_seconds())
-            if not self.connecting[-1].is_alive() or self.run.gone():
+            thread, _ = self.connecting[-1]
+            thread.join(POLL.total_seconds())
+            if not thread.is_alive() or self.run.gone():
                 self.connecting.pop()
 
     def signalling(self, axis: str) -> None:

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._common.calls import outside_inference, provided
 from .._common.device import checksum, forked_random, host_memory, make_room, seed_generators
-from .._common.errors import FsdpError, SpecError, TreeError, as_names, expect
+from .._common.errors import CommError, FsdpError, RestartError, SpecError, TreeError, as_names, expect
 from .._common.torch_names import FakeTensor, TorchDispatchMode, disable_current_modes, fake_tensors, pytree, to_scalar
 from .._common.tree import flatten, match, refuse_surrogates
 from .._engine.gathers import CollectiveTransport, resolve_transport
@@ -231,14 +231,18 @@ def connecting(joint: Joint, spec: Spec, trains: bool) -> Iterator[None]:
         yield
         return
     collective = type(spec.transport) is CollectiveTransport
-    mine = [lane for lane in run.lanes.unconnected() if collective and (trains or lane == "gather")]
-    every = joint(lambda: mine, "what is connected")
-    if all(one == mine for one in every):
-        run.lanes.connect(mine)
+    used = [lane for lane in ("gather", "reduce") if collective and (trains or lane == "gather")]
+    every = joint(lambda: (used, run.lanes.unconnected()), "what is connected")
+    if all(theirs == used for theirs, _ in every):  # where some are under way, ranks may see that at other times
+        run.lanes.connect([lane for lane in used if any(lane in missing for _, missing in every)])
     try:
         yield
-    finally:
+    except (CommError, RestartError, KeyboardInterrupt):  # whoever has left may not have begun: nobody waits for it
+        raise
+    except BaseException:
         run.lanes.connected()
+        raise
+    run.lanes.connected()
 
 
 def needs_spec(where: str, spec: Spec) -> Spec:

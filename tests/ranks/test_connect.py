@@ -14,6 +14,7 @@ import functional_fsdp as fsdp
 from functional_fsdp._runtime import stream_lanes
 from functional_fsdp._runtime.lanes import HostLanes
 from functional_fsdp._runtime.stream_lanes import StreamLanes
+from functional_fsdp._state import shard
 
 SGD = fsdp.sgd(lr=1e-2)
 
@@ -54,12 +55,51 @@ def test_lanes_that_a_step_uses_are_connected(
     assert sorted(found) == sorted(expected * 2)
 
 
+@pytest.mark.parametrize(
+    ("error", "waits"),
+    [(fsdp.TreeError, 2), (ValueError, 2), (fsdp.CommError, 0), (fsdp.RestartError, 0), (KeyboardInterrupt, 0)],
+)
+def test_nobody_waits_for_a_rank_that_has_left(
+    error: type[BaseException], waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may not have begun to connect."""
+    found: list[str] = []
+    monkeypatch.setattr(HostLanes, "connects", True)
+    monkeypatch.setattr(HostLanes, "unconnected", lambda self: ["gather"], raising=False)
+    monkeypatch.setattr(HostLanes, "connect", lambda self, lanes: None, raising=False)
+    monkeypatch.setattr(HostLanes, "connected", lambda self: found.append("waits"), raising=False)
+
+    def leave(*_: Any) -> None:
+        raise error("left")
+
+    def making() -> None:
+        with pytest.raises(error, match="left"):
+            fsdp.shard({"w": torch.ones(8)}, fsdp.Spec(fsdp.local_mesh()), SGD)
+
+    monkeypatch.setattr(shard, "agree", leave)
+    with fsdp.simulate(data=2) as ranks:
+        ranks(making)
+    assert len(found) == waits
+
+
+def test_lanes_that_only_one_rank_has_connected_are_connected_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each looks at another time, where some are under way since a call that was left."""
+    found: list[Any] = []
+    missing = [["reduce"], ["gather", "reduce"]]
+    monkeypatch.setattr(HostLanes, "connects", True)
+    monkeypatch.setattr(HostLanes, "unconnected", lambda self: missing[self.run.coordinate["data"]], raising=False)
+    monkeypatch.setattr(HostLanes, "connect", lambda self, lanes: found.append(lanes), raising=False)
+    monkeypatch.setattr(HostLanes, "connected", lambda self: None, raising=False)
+    with fsdp.simulate(data=2) as ranks:
+        ranks(made, fsdp.zero3("data"), SGD, ("collective",))
+    assert found == [["gather", "reduce"]] * 2
+
+
 class Connection:
     """Lanes whose collectives wait until they are let go, and the groups that each has connected."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, gone: bool = False) -> None:
-        self.go, self.found = threading.Event(), list[Any]()
-        self.both = threading.Barrier(2, timeout=60)
+        self.go, self.begun, self.found = threading.Event(), threading.Event(), list[Any]()
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
         monkeypatch.setattr(stream_lanes, "all_gather_single", self.all_gather)
@@ -68,7 +108,8 @@ class Connection:
         run = SimpleNamespace(groups=groups, sizes={"data": 2}, size=2, gone=lambda: [1] * gone)
         streams = dict.fromkeys(("gather", "reduce"))
         lanes: Any = SimpleNamespace(run=run, device=torch.device("cpu"), lanes=streams, connecting=[])
-        lanes._connect = lambda lane: StreamLanes._connect(lanes, lane)
+        lanes._connect = lambda lanes_: StreamLanes._connect(lanes, lanes_)
+        lanes.unconnected = lambda: ["gather", "reduce"]
         self.lanes = lanes
         StreamLanes.connect(lanes, ["gather", "reduce"])
 
@@ -79,19 +120,33 @@ class Connection:
         self.issued(group, every.numel(), one.numel())
 
     def issued(self, *said: Any) -> None:
-        self.both.wait()  # each waits for the other, as ranks that begin with another one would
+        self.begun.set()
         self.go.wait(60)
         self.found.append(said)
         raise RuntimeError("the network")  # whoever uses it next hears of it
 
 
-def test_lanes_connect_at_once_and_whoever_makes_a_state_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_connect_one_after_the_other_and_whoever_makes_a_state_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the state is made."""
     one = Connection(monkeypatch)
-    assert (one.found, len(one.lanes.connecting)) == ([], 2)
+    assert one.begun.wait(60)
+    assert (one.found, len(one.lanes.connecting)) == ([], 1)
     one.go.set()
     StreamLanes.connected(one.lanes)
-    assert (sorted(one.found), one.lanes.connecting) == ([("gather", 2, 1), ("reduce", 2, 1)], [])
+    assert (one.found, one.lanes.connecting) == ([("gather", 2, 1), ("reduce", 2, 1)], [])
+
+
+def test_what_is_under_way_is_not_begun_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since a call that was left; peers that had not begun would else hear of one collective too many."""
+    one = Connection(monkeypatch)
+    StreamLanes.connect(one.lanes, ["gather", "reduce"])
+    one.go.set()
+    StreamLanes.connected(one.lanes)
+    assert one.found == [("gather", 2, 1), ("reduce", 2, 1)]
+    one.lanes.unconnected = lambda: ["reduce"]
+    StreamLanes.connect(one.lanes, ["gather", "reduce"])
+    StreamLanes.connected(one.lanes)
+    assert one.found[2:] == [("reduce", 2, 1)]
 
 
 def test_nobody_waits_for_a_connection_with_a_rank_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
