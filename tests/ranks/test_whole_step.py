@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import datetime
+import decimal
 import enum
 import gc
 import random
@@ -31,6 +34,7 @@ from functional_fsdp import ScheduleError, SpecError, launch
 from functional_fsdp import transforms as T
 from functional_fsdp.extend import lineage_of
 from functional_fsdp.transforms._compile import whole_step as _whole_step
+from functional_fsdp.transforms._compile.whole_step import exact
 
 Losses = list[float]
 
@@ -458,6 +462,45 @@ def test_arguments_that_are_equal_and_not_the_same_are_traced_anew() -> None:
             for said in (Scale(0.0), Scale(-0.0), Scale(0.0, "two")):
                 state, _ = step(state, X, said)
         assert programs.count == 3
+
+
+class Named(float):
+    def __repr__(self) -> str:
+        return "rate"
+
+
+def test_arguments_that_are_the_same_and_not_equal_are_not_traced_anew() -> None:
+    """NaN, of which each call has one of its own."""
+    state, model = state_of(Layers())
+    train_step = step_of(model)
+    step = T.compile(lambda state, x, said, more: train_step(state, x), "aot_eager")
+    with Counted() as programs:
+        for _ in range(3):
+            state, _ = step(state, X, float("nan"), Scale(float("nan")))
+        assert programs.count == 1
+
+
+def test_what_is_exact() -> None:
+    east = datetime.timezone(datetime.timedelta(hours=1))
+    noon = datetime.datetime(2000, 1, 1, 12, tzinfo=datetime.timezone.utc)
+    told = [
+        0.0,
+        -0.0,
+        Named(1),
+        Named(2),
+        range(0, 3, 2),
+        range(0, 4, 2),
+        noon,
+        noon.astimezone(east),
+        complex(0.0, -0.0),
+        0j,
+    ]
+    assert len({exact(one) for one in told}) == len(told)
+    for nan in (float("nan"), complex("nan"), np.float32("nan"), decimal.Decimal("nan"), Scale(float("nan"))):
+        assert exact(nan) == exact(copy.deepcopy(nan)) == exact(type(nan)(float("nan")))
+    record = np.zeros(1, [("a", "f4")])[0]  # which can be written to
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(exact(record))
 
 
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])

@@ -239,18 +239,21 @@ FIXED = (
     decimal.Decimal, fractions.Fraction, pathlib.PurePath, re.Pattern, torch.dtype, torch.device, torch.layout,
     torch.memory_format, torch.finfo, torch.iinfo, torch_private.OpOverload, torch_private.OpOverloadPacket,
 )  # fmt: skip
+#: of these equal ones may print otherwise
+SHOWN = (float, complex, decimal.Decimal, range, datetime.date, datetime.time, pathlib.PurePath)
 
 
 def kind_of(leaf: Any) -> Any:
     """What has to be equal of a leaf."""
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout
-    return type(leaf), leaf, exact(leaf)
+    return exact(leaf)
 
 
 def exact(value: Any) -> Any:
-    """Equal for values that no Python can tell apart, where `==` says so of more: of 0.0 and -0.0, and, in a frozen
-    dataclass, of 1 and True, and whatever a field holds that is not compared."""
+    """Equal for values that no Python can tell apart. `==` says so of more: of 0.0 and -0.0, of ranges that count
+    alike, of one moment in two time zones, and, in a frozen dataclass, of 1 and True, and whatever a field holds that
+    is not compared. Of two NaNs it does not."""
     found: Any = value
     if isinstance(value, frozenset):
         found = frozenset(map(exact, value))
@@ -258,8 +261,8 @@ def exact(value: Any) -> Any:
         found = (*map(exact, value),)
     elif _frozen(value):
         found = tuple(exact(getattr(value, field.name)) for field in fields(value))
-    elif isinstance(value, float | complex | decimal.Decimal) or _of_numpy(value):
-        found = repr(value)
+    elif isinstance(value, SHOWN) or _of_numpy(value):
+        found = repr(value), value if value == value else None  # a class may have a `repr` of its own
     return type(value), found
 
 
@@ -354,9 +357,9 @@ def _frozen(value: Any) -> bool:
 
 
 def _of_numpy(value: Any) -> bool:
-    """Whether a value is a number of NumPy's."""
+    """Whether a value is a number of NumPy's. (A record of several can be written to.)"""
     numpy: Any = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.generic)
+    return numpy is not None and isinstance(value, numpy.generic) and not isinstance(value, numpy.void)
 
 
 DEVICES = ("cpu", "cuda")
@@ -376,6 +379,7 @@ class CompiledStep:
         self, graph: Graph, drawn: Draws, call: StepCall, kind: Any, backend: str, config: dict[str, Any],
     ) -> None:  # fmt: skip
         self.kind = kind
+        self.words = [*map(_said, call.leaves)]
         self.guards = [(guard, guard()) for guard in graph.session.guards]
         self.inputs, self.given = graph.inputs, graph.given
         self.out, self.structure = torch_private.pytree.tree_flatten(graph.out, is_leaf=is_state)
@@ -637,14 +641,14 @@ class Programs:
 
     def _other(self, state: State, args: Any, kwargs: Any, kind: Any) -> str:
         """What the newest program's call had otherwise, in words."""
-        before = self.found[-1].kind
+        before, words = self.found[-1].kind, self.found[-1].words
         if before[0] != kind[0]:
             return "the structure of its arguments changes"
         if before[1] != kind[1]:
             return "autograd's or autocast's modes change"
-        for (name, _), old, new in zip(named(state, args, kwargs), before[2], kind[2], strict=True):
+        for (name, leaf), old, new, said in zip(named(state, args, kwargs), before[2], kind[2], words, strict=True):
             if old != new:
-                return f"{name} was {_said(old)} and is {_said(new)}"
+                return f"{name} was {said} and is {_said(leaf)}"
         return "the model's modes change"
 
 
@@ -659,8 +663,8 @@ def _begin_others(states: list[State]) -> None:
             )
 
 
-def _said(kind: Any) -> str:
-    return f"{tuple(kind[0])} of {kind[2]}" if isinstance(kind[0], torch.Size) else repr(kind[1])
+def _said(leaf: Any) -> str:
+    return f"{tuple(leaf.shape)} of {leaf.dtype}" if isinstance(leaf, torch.Tensor) else repr(leaf)
 
 
 def _around() -> Any:
