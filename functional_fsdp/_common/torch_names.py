@@ -163,13 +163,20 @@ class OperationMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not isinstance(func, torch._ops.HigherOrderOperator):
             return self.operation(func, args, kwargs or {})
-        args, kwargs = pytree.tree_map_only(callable, self._within, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map(self._within, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def _within(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _within(self, leaf: Any) -> Any:
+        """A function that runs under this mode; as it is what is none, and an operation, of which its kind is asked."""
+        if not callable(leaf) or isinstance(leaf, OpOverload):
+            return leaf
+
         def within(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
+            TorchDispatchMode.__enter__(self)  # not `with self`: of a subclass that may begin something
+            try:
+                return leaf(*args, **kwargs)
+            finally:
+                TorchDispatchMode.__exit__(self, None, None, None)
 
         return within
 

@@ -603,6 +603,19 @@ def test_an_argument_that_is_written_shares_its_memory_with_no_other(monkeypatch
     assert memory.tolist() == [[0.0] * 3, *[[3.0, 2.0, 1.0]] * 3]
 
 
+class Fickle(Branches):
+    """It draws from Python's numbers, and has a higher-order operator after that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * random.random())
+
+
+def test_random_numbers_of_python_before_a_higher_order_operator_are_refused() -> None:
+    state, model = state_of(Fickle(nn.Identity()), fsdp.buffers(Branches()))
+    with pytest.raises(ScheduleError, match="draws from Python's or numpy's random numbers"):
+        T.compile(step_of(model), "aot_eager")(state, torch.ones(4, WIDTH))
+
+
 def test_rounds_of_two_states_may_alternate() -> None:
     """A whole round of one, between two microbatches of the other."""
     found = []

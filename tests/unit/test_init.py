@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from support.models import CASES
 from support.tables import marked
 from torch._higher_order_ops.cond import cond_op
+from torch._higher_order_ops.out_dtype import out_dtype
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.meta_utils import MetaConverter
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functional_fsdp as fsdp
 from functional_fsdp import Spec, SpecError, State
 from functional_fsdp import transforms as T
+from functional_fsdp._common.torch_names import OperationMode
 from functional_fsdp._seams import torch_private
 
 
@@ -603,6 +605,18 @@ def test_construction_may_copy_layers() -> None:
         return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
 
     assert fsdp.init(make, Spec(fsdp.local_mesh()))[0].units == ("layers.0", "layers.1")  # warnings are errors here
+
+
+def test_a_higher_order_operator_is_given_the_operation_that_it_asks_for() -> None:
+    """And not a function that runs it under our mode."""
+
+    class Mode(OperationMode):
+        def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+            return func(*args, **kwargs)
+
+    x = torch.ones(2, 2, dtype=torch.int8)
+    with Mode():
+        assert torch.equal(out_dtype(torch.ops.aten.mm.default, torch.int32, x, x), torch.full((2, 2), 2).int())
 
 
 def test_modes_of_fake_tensors_have_the_rules_of_higher_order_operators() -> None:
