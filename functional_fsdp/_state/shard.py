@@ -178,7 +178,8 @@ def shard(
         If one rank raises, all do: the others name it and what it met.
 
     Collective: two exchanges of digests on the host (of lines, where they differ); an all-gather where a placement
-    keeps a compute copy; with `src` an all-reduce of each unit's bytes along each axis of the mesh.
+    keeps a compute copy; with `src` an all-reduce of each unit's bytes along each axis of the mesh. On GPUs and a mesh
+    of one axis an exchange of what is connected, and a collective of a few bytes of each kind that is not.
 
     Example:
         >>> from functional_fsdp import adamw, local_mesh, shard
