@@ -21,13 +21,13 @@ from ._nn.skeleton import aliases_of, changed, local_part
 from ._optim.optimizer import put
 from ._plan.cursor import Collision
 from ._runtime.agreement import NewCounts
-from ._storage import clear_padding, spoilt, written_by
+from ._storage import aliased_by, clear_padding, spoilt, written_by
 from .look.tables import StepMemory, Stretch, find_peak, plan_for, steps_on
 
 __all__ = [
     "Capture", "Collision", "Graph", "GraphBuild", "HostBuffer", "NewCounts", "StepMemory", "Stretch", "Veto",
-    "Vetoed", "aliases_of", "around_bound_calls", "as_names", "base_of", "begin_compiled", "by_rules", "changed",
-    "clear_padding", "coordinate_of", "cuda_driver", "expect", "find_peak", "foreign_tracer", "full_tensor",
+    "Vetoed", "aliased_by", "aliases_of", "around_bound_calls", "as_names", "base_of", "begin_compiled", "by_rules",
+    "changed", "clear_padding", "coordinate_of", "cuda_driver", "expect", "find_peak", "foreign_tracer", "full_tensor",
     "given_in", "graph_of", "keep_residuals", "local_part", "note_activations", "objects", "outside_inference",
     "plan_for", "point_at_second_gathers", "put", "ranged", "refuse_meta", "refuse_values", "residuals_kept",
     "spoilt", "steps_on", "torch_private", "tracing_now", "users_line", "written_by",

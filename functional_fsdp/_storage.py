@@ -44,7 +44,7 @@ main weights as they are, each rank its part, without a look at others.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -141,14 +141,19 @@ class PackedWeight(torch.Tensor):
         return func(*map(_unpacked, args), **{name: _unpacked(value) for name, value in kwargs.items()})
 
 
-def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that an operation changes when it is called with these, as its schema says."""
-    found: list[Any] = []
+def aliased_by(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:
+    """What an operation changes, or gives a view of, when it is called with these, as its schema says; and whether it
+    changes it."""
     for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if argument.alias_info is not None:
             value = args[i] if i < len(args) else kwargs.get(argument.name)  # by name: out=
-            found += value if isinstance(value, list | tuple) else [value]
-    return [t for t in found if isinstance(t, torch.Tensor)]
+            for one in value if isinstance(value, list | tuple) else (value,):
+                yield one, argument.alias_info.is_write
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an operation changes when it is called with these."""
+    return [t for t, writes in aliased_by(func, args, kwargs) if writes and isinstance(t, torch.Tensor)]
 
 
 def _unpacked(value: Any) -> Any:

@@ -61,6 +61,7 @@ from functional_fsdp import FsdpError, ScheduleError, SpecError, State
 from functional_fsdp._seams import (
     Graph,
     GraphBuild,
+    aliased_by,
     begin_compiled,
     expect,
     graph_of,
@@ -504,14 +505,12 @@ def _written(graph: fx.Graph) -> set[int]:
     for node in graph.nodes:
         if node.target is operator.getitem and node.args[0] in of:
             of[node] = of[node.args[0]]
-        schema = getattr(node.target, "_schema", None)
-        for i, argument in enumerate(schema.arguments) if schema else ():
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            for one in (value if isinstance(value, list | tuple) else [value]) if argument.alias_info else ():
-                if one in of and argument.alias_info.is_write:
+        known = hasattr(node.target, "_schema")
+        for one, writes in aliased_by(node.target, node.args, node.kwargs) if known else ():
+            if one in of:
+                of[node] = of[one]  # a view of it
+                if writes:
                     found.add(of[one])
-                if one in of:
-                    of[node] = of[one]  # a view of it
     return found
 
 
