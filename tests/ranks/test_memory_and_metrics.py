@@ -128,6 +128,30 @@ def test_dtypes_that_backends_do_not_add_up_are_refused_and_the_mesh_goes_on() -
         assert total == 4  # integers travel as float32
 
 
+def views_added() -> list[dict[str, torch.Tensor]]:
+    """Sums and means of views that are not contiguous, and of a matrix that is transposed on the first rank alone."""
+    state = fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(fsdp.local_mesh()))
+    rank = dist.get_rank()
+    x = torch.arange(12.0).view(2, 6) + 100 * rank
+    tree = {"half": x[:, :3], "second": x[:, ::2], "column": x[:, 0], "one": x[0, :1].expand(3)}
+    tree["turned"] = torch.arange(6.0).view(2, 3).t() + 100 * rank
+    if rank:
+        tree["turned"] = tree["turned"].contiguous()
+    found = [metric(state, tree)[1] for metric in (fsdp.psum, fsdp.pmean, fsdp.pmax)]
+    found.append(dict(zip(tree, extend.all_reduce(state, [*tree.values()], "sum"), strict=True)))
+    return [*found, tree, {"x": x}]
+
+
+def test_metrics_may_be_views_of_any_strides() -> None:
+    for rank, (total, mean, most, once, given, whole) in enumerate(launch(views_added, nprocs=2)):
+        for name, own in given.items():
+            low = own - 100 * rank
+            want = {"sum": 2 * low + 100, "mean": low + 50, "max": low + 100, "all_reduce": 2 * low + 100}
+            got = dict(zip(want, (total, mean, most, once), strict=True))
+            assert all(torch.equal(got[how][name], one) for how, one in want.items()), name
+        assert torch.equal(whole["x"], torch.arange(12.0).view(2, 6) + 100 * rank)  # beside the views nothing changes
+
+
 def along() -> tuple[dict[str, float], str, str]:
     """Means and sums of the ranks' numbers along axes of the mesh."""
     mesh, placement = mesh_and_placement("hsdp")
