@@ -158,7 +158,11 @@ def linear() -> dict[str, Any]:
     state, (want, slope) = T.jvp(model, loss)(state, v, 3)
     state, once = push(state, v)
     state, twice = push(state, {name: buffer.but(-2 * buffer.local) for name, buffer in v.items()})
-    found = {"far": max(far(out, want), far(once, slope), far(twice, -2 * slope))}
+    found: dict[str, Any] = {"far": max(far(out, want), far(once, slope), far(twice, -2 * slope))}
+    other, random = start(nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(0.5)).double())
+    v2, x = vector(other), numbers(2, WIDTH, seed=1)
+    other, (value, drawn) = T.linearize(random)(other, x)
+    found["kept"] = [(drawn(other, v2)[1] != 0).equal(value != 0) for _ in range(2)]
     middle, _ = T.forward_backward(model, loss)(state, 3)
     state = fsdp.step(middle)
     return found | {"said": raised(lambda: push(state, v))}
@@ -167,6 +171,7 @@ def linear() -> dict[str, Any]:
 def test_a_linear_map_is_that_of_its_weights() -> None:
     for found in launch(linear, nprocs=2, simulate=True):
         assert found["far"] < 1e-12
+        assert found["kept"] == [True, True]  # each call drops what the value's has dropped
         assert "its linear map was called with a state of other weights than it was taken at" in found["said"]
 
 
