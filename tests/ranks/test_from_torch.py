@@ -120,6 +120,34 @@ def test_every_elementwise_optimizer_of_torch(ranks: int, preset: str, cases: li
     assert launch(beside_torch, (preset, rows), nprocs=ranks) == [[]] * ranks
 
 
+def of_other_strides(by: str, cls: Any, options: dict[str, Any]) -> float:
+    """How far weights whose gradients and state lie in another order are from those of torch's class, not fused."""
+
+    def gradient(step: int) -> torch.Tensor:
+        return torch.randn(6, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+    weight = torch.nn.Parameter(torch.arange(24.0, dtype=torch.float64).view(4, 6).t())
+    params = {"w": weight.detach().clone()}
+    state = fsdp.shard(params, Spec(*mesh_and_placement("zero3")), fsdp.from_torch(cls, by=by, fused=True, **options))
+    optimizer = cls([weight], fused=False, **options)
+    for step in range(3):
+        weight.grad = gradient(step) if step else gradient(step).t().contiguous().t()
+        optimizer.step()
+        state = fsdp.step(fsdp.reduce(state, {"w": gradient(step)}))
+    return float((fsdp.full_params(state)["w"] - weight.detach()).abs().max())
+
+
+OF_FUSED = [("all", "AdamW"), ("elementwise", "AdamW"), ("all", "SGD"), ("elementwise", "SGD")]
+
+
+@pytest.mark.parametrize(
+    ("by", "name"), [OF_FUSED[0], *(pytest.param(*row, marks=pytest.mark.large) for row in OF_FUSED[1:])]
+)
+def test_fused_classes_pair_elements_by_index(by: str, name: str) -> None:
+    cls, options = CLASSES[name], {"lr": 0.1} | ({"momentum": 0.9} if name == "SGD" else {})
+    assert max(launch(of_other_strides, (by, cls, options), nprocs=2)) < 1e-12
+
+
 #: of those that are elementwise `test_every_elementwise_optimizer_of_torch` has each
 EACH = [n if n in (*REFUSED, *WHOLE, "Adam") else pytest.param(n, marks=pytest.mark.large) for n in CLASSES]
 

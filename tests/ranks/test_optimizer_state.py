@@ -67,6 +67,17 @@ def test_an_optimizer_of_torch_goes_on_as_shards(preset: str, ranks: int) -> Non
     assert max(launch(over, (preset,), nprocs=ranks)) < 1e-6
 
 
+def test_a_look_before_the_first_step_takes_none() -> None:
+    def after(look: bool) -> torch.Tensor:
+        state = fsdp.shard({"w": torch.ones(3)}, fsdp.Spec(fsdp.local_mesh()), fsdp.adamw(lr=0.1))
+        if look:
+            kept = fsdp.optimizer_state(state)["w"]
+            assert (state.steps, [value.tolist() for value in kept.values()]) == (0, [[0.0] * 3] * 2)
+        return fsdp.full_params(steps_of(state, range(2)))["w"]
+
+    assert torch.equal(after(look=True), after(look=False))
+
+
 def refused(folder: str) -> list[str]:
     mesh, said = fsdp.local_mesh(), []
     params = {"a": torch.ones(3, 4), "b": torch.ones(5)}
