@@ -78,6 +78,13 @@ def test_the_library_reads_what_ranks_wrote(preset: str, tmp_path: Path) -> None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["parts", "whole"]
 
 
+def test_a_conjugation_that_torch_has_put_off_is_written(tmp_path: Path) -> None:
+    z = torch.tensor([1 + 2j, 3 - 1j])
+    state = fsdp.shard({"w": torch.ones(2)}, fsdp.Spec(fsdp.local_mesh()), buffers={"z": z.conj()})
+    fsdp.save_safetensors(state, tmp_path / "saved")
+    assert load_file(tmp_path / "saved" / "model.safetensors")["z"].tolist() == [1 - 2j, 3 + 1j]
+
+
 def read(preset: str, folder: str) -> dict[str, Any]:
     """What of a model that was read from each kind of source is not the one that was written."""
     expected = small(3).state_dict()
