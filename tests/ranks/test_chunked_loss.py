@@ -142,6 +142,18 @@ def test_each_sample_has_its_gradient_under_vmap() -> None:
     assert (each(chunked) - each(plain)).abs().max() < 1e-12
 
 
+def test_the_gradient_of_a_vmap_and_a_slope() -> None:
+    (h, w), labels = inputs(torch.float64, False)
+    many = torch.stack([h.detach(), 0.5 * h.detach()]).requires_grad_()
+
+    def both(loss: Callable[..., torch.Tensor]) -> Grads:
+        total = torch.func.vmap(loss, in_dims=(0, None))(many, w).sum()
+        slope = torch.func.jvp(lambda h: loss(h, w.detach()), (many[0].detach(),), (many[1].detach(),))[1]
+        return *torch.autograd.grad(total, (many, w)), slope
+
+    assert farthest(both(chunked(labels)), both(plain(labels))) < 1e-12
+
+
 @pytest.mark.parametrize(
     "how", ["a gradient in it", pytest.param("a product with the Hessian in it", marks=pytest.mark.large)]
 )
