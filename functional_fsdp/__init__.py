@@ -40,6 +40,7 @@ from ._io.to_dcp import save_dcp
 from ._launch.launch import launch, local_mesh, workers
 from ._launch.pool import LaunchError
 from ._launch.workers import Handle, Simulation, WorkerGroup, simulate
+from ._metrics import pmax, pmean, psum
 from ._nn.module import bind, functionalize
 from ._nn.skeleton import tie
 from ._optim.adamw import adamw
@@ -67,7 +68,7 @@ from ._state.state import State, buffers, full_params, local_shards, state_dict
 from ._storage import FlatBuffer, PackedWeight
 from ._transports import peer_memory as _signals  # noqa: F401
 from ._transports.auto import symmetric
-from ._verbs import drop_gradients, finish_reductions, newest, pmax, pmean, psum, reduce, release, step, unshard
+from ._verbs import drop_gradients, finish_reductions, newest, reduce, release, step, unshard
 from .codecs import packed_reductions as _packed_reductions  # noqa: F401
 from .codecs import rows as _rows  # noqa: F401
 from .codecs.blocks import dynamic8, fp8_block, from_quantized, int4, int8, mxfp8, nf4

@@ -74,13 +74,14 @@ from ._engine.executor import Executor
 from ._engine.gathers import LANE, Arena, Gathers
 from ._graph.traced import change as traced_change
 from ._graph.traced import change_weights as traced_change_weights
+from ._metrics import Op, axes_of, over_axes
 from ._plan.plan import Decision, DefaultOrder, KnownOrder, Plan, Program, names_of
 from ._runtime.agreement import place_of
 from ._runtime.runtime import Runtime, runtime_of
 from ._spec.spec import Order
 from ._state.state import Lineage, State, Version
 from ._storage import FlatBuffer, Gathered, Stored, clear_padding, of_tree, of_unit, refresh
-from ._verbs import Op, axes_of, finish_reductions, has_gradients, no_unit, over_axes
+from ._verbs import finish_reductions, has_gradients, no_unit
 
 Seen = tuple[Order, Order, Collection[str]]  # what a rank did: forward, backward, and units without a gradient
 

@@ -61,12 +61,12 @@ from ._extend import (
 )
 from ._host_memory import CopyLane, HostBuffers, computes_on, copy_lane
 from ._io.folder import bytes_of
+from ._metrics import all_reduce
 from ._nn.skeleton import Placeholder, every_buffer, skeleton_of
 from ._optim.optimizer import Sender
 from ._spec.spec import Transport
 from ._state.state import FIELDS, State
 from ._storage import BucketPlace, Loan, gather_leaves, is_lent, leaf_shards, loan_of
-from ._verbs import all_reduce
 from .look.tables import state_bytes
 
 __all__ = [

@@ -801,4 +801,4 @@ def begin_compiled(state: Any) -> None:
         refuse(kind, said)
 
 
-provide("graph", unshard, release, reduce, finish_reductions, step, axes_of, over_axes)
+provide("graph", unshard, release, reduce, finish_reductions, step)

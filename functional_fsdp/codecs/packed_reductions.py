@@ -1,6 +1,4 @@
-"""Packed reductions: sums of gradients, and means of tensors, that travel in a codec.
-
-Packed sums: gradients that travel in a codec, with what packing loses kept for the next step.
+"""Packed reductions: gradients that travel in a codec, with what packing loses kept for the next step.
 
     staged [n] + residual [n] ──pack──▶ bytes [ranks, m] ──all-to-all──▶ bytes [ranks, m] ──unpack, add──▶ part
                     └── less what the bytes stand for ──▶ the next residual
@@ -12,23 +10,19 @@ is added to the residual of the rank that packed it.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from .._common.calls import provide, refuse, traced_as
-from .._common.errors import SpecError, as_names
+from .._common.calls import provide
 from .._common.record import Collective
 from .._plan.layout import STAGED, aligned
 from .._runtime.agreement import Leaves
-from .._runtime.runtime import Runtime, runtime_of
-from .._spec.precision import START, Codec, Form, Planes
-from .._state.state import State
+from .._runtime.runtime import Runtime
+from .._spec.precision import Codec, Planes
 from .._storage import FlatBuffer
-from .._verbs import Wire, axes_of, compared
 from . import kernels
 
 Feedback = tuple[torch.Tensor, torch.Tensor]  # the residual so far, and where the next one goes; perhaps the same
@@ -194,50 +188,4 @@ def packed_sum(
     return whole
 
 
-def _no_graph(state: State, tensors: Sequence[torch.Tensor], axis: Any, wire: Wire, structure: Any) -> Any:
-    refuse(
-        "ScheduleError",
-        "pmean(wire=) in a step that is compiled whole: bytes of a codec are gathered by eager steps only. Call it "
-        "beside the compiled step, or leave wire out.",
-    )
-
-
-@traced_as(_no_graph)
-def packed_mean(
-    state: State, tensors: Sequence[torch.Tensor], axis: str | Iterable[str] | None, wire: Wire, structure: Any
-) -> list[torch.Tensor]:
-    """The mean along one axis of what each rank packs, in float32, in the order of ranks."""
-    data, every = axes_of(state)
-    over = data if axis is None else as_names("axis of the mesh", axis)
-    codec = wire() if callable(wire) else wire
-    if not isinstance(codec, Codec):
-        raise SpecError(f"pmean(wire={wire!r}): expected a codec, as fsdp.int8(64), or None.")
-    if len(over) != 1 or over[0] not in every:
-        raise SpecError(
-            f"pmean(wire={codec}): expected one axis of the mesh ({', '.join(map(repr, every))}), got axis={axis!r}. "
-            "Call it once for each."
-        )
-    forms = [Form(codec, tuple(tensor.shape), torch.float32) for tensor in tensors]
-    run, lineage, ranks = runtime_of(state.spec.mesh), state.version.lineage, every[over[0]]
-    with compared(state, tensors, f"mean in {codec}", structure, over), lineage:
-        parts = [form.pack(tensor.to(torch.float32)) for form, tensor in zip(forms, tensors, strict=True)]
-        mine = (
-            torch.cat([F.pad(part, (0, -len(part) % START)) for part in parts]) if parts else state.count.new_empty(0)
-        )
-        came = mine.new_empty(ranks * len(mine))
-        if ranks > 1 and len(mine):
-            run.now(Collective("all_gather", over[0], len(came), came.dtype, "", "side", "mean"), came, mine)
-        else:
-            came.copy_(mine)
-    found, at = [], 0
-    for form, tensor in zip(forms, tensors, strict=True):
-        each = [form.unpack(row[at : at + form.nbytes]) for row in came.view(ranks, -1)]
-        total = each[0]
-        for summand in each[1:]:
-            total = total + summand
-        found.append((total / total.new_full((), ranks)).to(tensor.dtype))
-        at += form.nbytes + -form.nbytes % START
-    return found
-
-
-provide("codecs", packed_sum, packed_mean, ErrorFeedback)
+provide("codecs", packed_sum, ErrorFeedback)
