@@ -10,10 +10,7 @@ A ballot is over when every cell of its row has its number. Nobody writes the ne
 one, since for that they have to post the next. Ranks on several hosts, and processes that cannot see each other, use
 gloo.
 
-    cells[lane][job % RING][rank] = number of the job and a checksum of its collectives
-
-On CPUs a rank also writes there what it is about to issue on a lane, and looks whether others have issued something
-else in its place: collectives of other sizes would end the process.
+Behind those rows lie what ranks on CPUs say of the jobs of each lane: see `Log` in `_runtime/agreement.py`.
 
 ProcessWatch: which of the other ranks' processes have ended, as far as this one can see them: those on its host.
 
@@ -114,19 +111,10 @@ class HostVote:
     def nbytes(ranks: int, lanes: int) -> int:
         return 8 * ranks * (2 + lanes * RING)
 
-    def differs(self, lane: int, job: int, code: int) -> int | None:
-        """Say that this rank is about to issue job number `job` on a lane. Returns one of the ranks that has issued, or
-        is about to issue, something else as that; then this one must not. (Along any axis: what another rank issues in
-        its place may go along an axis that this rank's does not.)"""
-        row = self.ranks * (2 + lane * RING + job % RING)
-        word = (job & 0x7FFFFFFF) << 32 | code
-        cells = self.cells
-        cells[row + self.rank] = word
-        for other, there in enumerate(cells[row : row + self.ranks].tolist()):
-            if there != word and there >> 32 == word >> 32:
-                cells[row + self.rank] = 0
-                return other
-        return None
+    def jobs(self, lane: int) -> memoryview:
+        """The cells for jobs of a lane: [job % RING, rank], in a row."""
+        row = 2 + lane * RING
+        return self.cells[row * self.ranks : (row + RING) * self.ranks]
 
     def forget(self) -> None:
         """What this rank said of jobs is of no more use: ranks meet, and number them anew."""

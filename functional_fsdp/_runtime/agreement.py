@@ -59,6 +59,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import lru_cache
 from math import prod
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -72,7 +73,7 @@ from .._common.device import current_device
 from .._common.errors import CommError, FsdpError, RestartError, ScheduleError
 from .._common.record import QUEUES, Collective, Mark, Steps
 from .._common.tree import grouped
-from .._distributed import NUMBER, PROCESSES, Ballot, Case, HostVote, ProcessWatch
+from .._distributed import NUMBER, PROCESSES, RING, Ballot, Case, HostVote, ProcessWatch
 from .._plan.layout import Bucket, Layout
 from .restart import Forms, Meeting, announce, restart
 
@@ -275,19 +276,56 @@ GRACE = 1.0  # seconds that what a rank sent before it ended may still be on its
 
 
 class Log:
-    """The jobs issued on one lane: how many, and the last of them."""
+    """The jobs issued on one lane: how many, and the last of them.
 
-    def __init__(self) -> None:
+        cells[job % RING][rank] = number of the job and a checksum of its collectives
+
+    On CPUs a rank also writes there, for those on its host, what it is about to issue, and looks whether others have
+    issued something else in its place: collectives of other sizes would end the process.
+
+    Args:
+        behind: jobs are only captured, and have the numbers of their eager twins, which would follow those.
+    """
+
+    def __init__(self, behind: Log | None = None) -> None:
         self.count = 0
         self.tail: deque[tuple[Collective, ...]] = deque(maxlen=REMEMBER)
+        self.behind = behind
+        self.cells: memoryview | None = None
+        if behind is not None and behind.cells is not None:
+            self.compare(behind.cells, behind.rank, behind.ranks)
 
-    def append(self, hops: tuple[Collective, ...]) -> None:
+    def compare(self, cells: memoryview, rank: int, ranks: int) -> None:
+        """Compare jobs with those of the other ranks from here on."""
+        self.cells, self.rank, self.ranks = cells, rank, ranks
+
+    def append(self, hops: tuple[Collective, ...]) -> int | None:
+        """A job that this rank is about to issue. Returns one of the ranks that has issued, or is about to issue,
+        something else as that; then it is not logged, and this rank must not issue it. (Along any axis: what another
+        rank issues in its place may go along an axis that this rank's does not.)"""
+        cells = self.cells
+        if cells is not None:
+            number = 1 + self.count + (0 if self.behind is None else self.behind.count)
+            row = number % RING * self.ranks
+            word = (number & 0x7FFFFFFF) << 32 | _code(hops)
+            cells[row + self.rank] = word
+            for other, there in enumerate(cells[row : row + self.ranks].tolist()):
+                if there != word and there >> 32 == word >> 32:
+                    cells[row + self.rank] = 0
+                    return other
         self.count += 1
         self.tail.append(hops)
+        return None
 
     def extend(self, jobs: list[tuple[Collective, ...]]) -> None:
         self.count += len(jobs)
         self.tail.extend(jobs)
+
+
+@lru_cache(maxsize=1 << 12)
+def _code(hops: tuple[Collective, ...]) -> int:
+    """A checksum of what a job issues."""
+    return zlib.crc32(repr(hops).encode())
 
 
 class Vote(NamedTuple):
@@ -374,7 +412,7 @@ class Agreement:
     def recording(self, forms: list[tuple[Any, int]]) -> Iterator[dict[str, Log]]:
         """Within, a step is captured: on the device nothing runs, so its jobs are logged as issued elsewhere, in what
         this gives; and the forms of its metrics in `forms`."""
-        logs = {name: Log() for name in self.issued}
+        logs = {name: Log(issued) for name, issued in self.issued.items()}
         self.logs = {**logs, "control": self.issued["control"]}
         self.capturing, self.remarks = True, []
         self.forms.record(forms)

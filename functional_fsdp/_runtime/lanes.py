@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -110,7 +109,6 @@ def gloo(hop: Collective, out: torch.Tensor, given: torch.Tensor, group: Any) ->
 
 
 _NUMBERS = count(1)
-PLACES = {lane: i for i, lane in enumerate(QUEUES)}  # of lanes, where ranks of one host compare jobs
 
 
 class Job:
@@ -262,13 +260,9 @@ class HostLanes:
         if run.size > 1:
             log = run.logs[job.lane]
             if job.hops:
-                if run.host_vote is not None and job.lane != "control":
-                    issued = run.issued[job.lane]  # a captured job, logged elsewhere, has the number of its eager twin
-                    number = 1 + issued.count + (log.count if log is not issued else 0)
-                    other = run.host_vote.differs(PLACES[job.lane], number, _code(job.hops))
-                    if other is not None:
-                        raise self._differs(job, run.ranks[other])
-                log.append(job.hops)
+                other = log.append(job.hops)
+                if other is not None:
+                    raise self._differs(job, run.ranks[other])
             job.ordinal = log.count
         free = not jobs or (jobs[-1].started and jobs[-1].single and not job.ordered)
         jobs.append(job)
@@ -547,12 +541,6 @@ class HostLanes:
             if run.store.check([key]) and pickle.loads(run.store.get(key)).counts[job.lane] < job.ordinal:
                 return True
         return False
-
-
-@lru_cache(maxsize=1 << 12)
-def _code(hops: tuple[Collective, ...]) -> int:
-    """A checksum of what a job issues."""
-    return zlib.crc32(repr(hops).encode())
 
 
 def _said(job: Job) -> str:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._common.errors import SpecError
-from .._common.record import LANES, Collective
+from .._common.record import LANES, QUEUES, Collective
 from .._distributed import PatientStore
 from .agreement import DESTROYED, Agreement
 from .stream_lanes import lanes_of
@@ -76,6 +76,10 @@ class Runtime(Agreement):
                     self.groups[lane, axis] = self._group(row, f"{lane} {axis}", self.lanes.backend)
         self.control = self._group(self.ranks, "control", "gloo")
         self.host_vote = self.medium.vote(self)
+        if self.host_vote is not None and self.lanes.waits_on_host:
+            for i, lane in enumerate(QUEUES):
+                if lane != "control":
+                    self.issued[lane].compare(self.host_vote.jobs(i), self.rank, self.size)
         if not all(self.everyone(len(self.watch) == self.size - 1, "who sees whom")):
             self.arrivals = self._group(self.ranks, "arrivals", "gloo")
             self.store = PatientStore(self.store, self.timeout)

@@ -19,8 +19,9 @@ from support.ranks import each_rank, launch
 import functional_fsdp as fsdp
 from functional_fsdp import _distributed as _board
 from functional_fsdp import _distributed as _groups
-from functional_fsdp._common.record import QUEUES
+from functional_fsdp._common.record import QUEUES, Collective
 from functional_fsdp._distributed import RING, HostVote, ProcessWatch
+from functional_fsdp._runtime.agreement import Log
 from functional_fsdp._runtime.runtime import Runtime, runtime_of
 
 boards: Any = _board
@@ -91,15 +92,29 @@ def test_a_process_that_ended_is_told_from_one_that_is_late() -> None:
 
 def test_of_each_lane_the_last_jobs_are_remembered_and_no_others() -> None:
     memory = mmap.mmap(-1, HostVote.nbytes(2, len(QUEUES)))
-    one, two = (HostVote(memory, rank, 2, ProcessWatch({}), timedelta(seconds=1)) for rank in range(2))
+    votes = [HostVote(memory, rank, 2, ProcessWatch({}), timedelta(seconds=1)) for rank in range(2)]
+    hops = [(Collective("all_gather", "data", numel, torch.float32, "", "gather", "b"),) for numel in (3, 4)]
     last = 1000 * RING + 7  # far beyond the memory, had each job bytes of its own
-    for job in range(last - RING + 1, last + 1):
-        for lane in range(len(QUEUES)):
-            assert one.differs(lane, job, 3) is None
+
+    def after(rank: int, lane: int, jobs: int) -> Log:
+        """The log of a lane that has had so many jobs."""
+        log = Log()
+        log.extend([hops[0]] * jobs)
+        log.compare(votes[rank].jobs(lane), rank, 2)
+        return log
+
     for lane in range(len(QUEUES)):
-        assert two.differs(lane, last - RING + 1, 4) == 0  # another code, as long as it is remembered
-        assert two.differs(lane, last - RING + 1, 3) is None
-        assert two.differs(lane, last - RING, 4) is None  # forgotten
+        one = after(0, lane, last - RING)
+        for _ in range(RING):
+            assert one.append(hops[0]) is None
+    for lane in range(len(QUEUES)):
+        other = after(1, lane, last - RING)
+        assert other.append(hops[1]) == 0  # another job, as long as it is remembered
+        assert other.count == last - RING
+        assert other.append(hops[0]) is None
+        assert after(1, lane, last - RING - 1).append(hops[1]) is None  # forgotten
+        captured = Log(behind=after(1, lane, last - 1))  # has the number of its eager twin
+        assert (captured.append(hops[1]), captured.append(hops[0]), captured.append(hops[1])) == (0, None, None)
 
 
 @each_rank(2, processes=True)
