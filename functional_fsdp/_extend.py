@@ -66,7 +66,6 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from ._common.calls import arrive, guard, provide, refuse, traced_as, uninterruptible, verb
-from ._common.device import default_generator
 from ._common.errors import ScheduleError, TreeError
 from ._common.record import over_each_axis
 from ._distributed import Case
@@ -338,6 +337,7 @@ class Ranks:
         drawer: the index of the rank whose random numbers this one draws in driven steps: its own; along axes of the
             model's own (`Spec(own=)`) that are no axes of the data ranks draw the same, those of the first of them.
         coordinate: {axis: this rank's place along it}.
+        generator: the torch.Generator that a GPU draws from by default; None on the CPU, which draws from the host's.
         generators: {microbatch: torch.Generator} that captured steps draw from; draws: {(microbatch, place): offset}
             of what a step draws again, in a recomputation; again: generators for it. lanes: those of the mesh, which on
             GPUs have `joined` and `catch_up`. For what captures graphs.
@@ -353,11 +353,7 @@ class Ranks:
             self.drawer = run.ranks.index(int(first))
         self.generators, self.draws, self.again = run.generators, run.draws, run.again
         self.lanes: Any = run.lanes
-
-    @property
-    def generator(self) -> Any:
-        """The torch.Generator that a GPU draws from by default; None on the CPU, which draws from the host's."""
-        return default_generator(self.device)
+        self.generator: Any = run.lanes.generator
 
     @property
     def capturing(self) -> bool:

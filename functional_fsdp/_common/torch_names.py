@@ -39,7 +39,7 @@ from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
 # forward_ad has `_current_level`: of dual numbers, -1 outside. profiler has `_is_profiler_enabled`: whether one runs,
 # also `emit_nvtx`.
 from torch.autograd import forward_ad, profiler
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import _engine_run_backward as run_backward
 from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize_module
 from torch.utils import _python_dispatch
@@ -47,7 +47,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 
 __all__ = [  # what is taken from torch as it is
     "FakeTensor", "FakeTensorMode", "disable_current_modes", "enable_python_dispatcher", "forward_ad",
-    "func_levels", "func_transforms", "parametrize", "profiler", "pytree", "reparametrize_module",
+    "func_levels", "func_transforms", "parametrize", "profiler", "pytree", "reparametrize_module", "run_backward",
     "unflatten_dense_tensors", "without_func_levels", "without_innermost_level",
 ]  # fmt: skip
 
@@ -89,7 +89,7 @@ unwrapped = C._functorch.get_unwrapped  # such a tensor, as the level below has 
 level_of = C._functorch.maybe_get_level  # of such a tensor; negative where its transform is over
 func_interpreter = torch._C._functorch.peek_interpreter_stack  # of the innermost torch.func transform, or None
 autograd_node = torch._C._current_autograd_node  # whose backward runs, or None
-engine_code = _engine_run_backward.__code__  # in a traceback: a backward ran
+engine_code = run_backward.__code__  # in a traceback: a backward ran
 will_execute = torch._C._will_engine_execute_node  # in the backward that runs
 lift_on_host = torch._C._set_only_lift_cpu_tensors  # so that modes see the copy to the device that torch.tensor makes
 lifts_on_host = torch._C._only_lift_cpu_tensors
@@ -183,14 +183,6 @@ class OperationMode(TorchDispatchMode):
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What the operation gives."""
         raise NotImplementedError
-
-
-def gradients(
-    output: torch.Tensor, scale: torch.Tensor, inputs: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor | None, ...]:
-    """`torch.autograd.grad(output, inputs, scale, allow_unused=True)` of a `scale` of the output's shape, without its
-    comparison of sizes, for which torch imports sympy."""
-    return _engine_run_backward((output,), (scale,), False, False, inputs, True, accumulate_grad=False)
 
 
 def fakes_that_die(cached: bool = False) -> FakeTensorMode:

@@ -205,6 +205,7 @@ class HostLanes:
         connects: whether communicators are connected by their first collectives; see `StreamLanes.connect`.
         copies_on_lanes: whether gradients are copied into staging by the lane, beside compute: until then they stay.
         collective: one collective of a lane, as a part of a job; see `Runtime.collective`. exchange: of "control".
+        generator: that compute draws random numbers from by default; None: the host's.
         queues: jobs of the host, by lane. (On GPUs those of "control" only.)
         behind: starts what peers wait for, where this rank waits for them.
     """
@@ -212,6 +213,7 @@ class HostLanes:
     backend = "gloo"
     waits_on_host = True
     connects = copies_on_lanes = False
+    generator: torch.Generator | None = None
     collective = exchange = staticmethod(gloo)
 
     def __init__(self, run: Agreement) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .._common.calls import provided, uninterruptible
+from .._common.device import default_generator
 from .._common.record import LANES, Collective, Mark, Steps
 from .._common.torch_names import all_gather_single, current_stream, is_connected, reduce_scatter_single, set_stream
 from .agreement import Agreement
@@ -37,6 +38,7 @@ class StreamLanes(HostLanes):
         super().__init__(run)
         self.device = run.device
         self.lanes = {name: torch.cuda.Stream(self.device, priority=-1) for name in STREAMS}
+        self.generator = default_generator(self.device)  # CUDA has begun by now
         self.known = torch.cuda.current_stream(self.device)
         self.used: set[str] = set()  # lanes that were given something since the last graph
         self.unjoined: set[str] = set()  # lanes that have yet to wait for it

@@ -49,6 +49,8 @@ from .unit_uses import (
 Units = Set[str]
 Tensors = Sequence[torch.Tensor]
 NONE: Units = frozenset()
+AS_IT_IS = torch_private.AS_IT_IS
+parametrize, run_backward = torch_private.parametrize, torch_private.run_backward
 UNITS = attrgetter("units")  # of a unit call
 
 
@@ -212,7 +214,8 @@ class Driver:
         try:
             self.caller, self.state, self.session, self.trains_now = caller(), state, session, trains
             self.watcher = session.watcher
-            with torch_private.parametrized_anew(), waiting() if compiles else torch_private.AS_IT_IS:
+            anew = torch_private.parametrized_anew() if parametrize._cache_enabled else AS_IT_IS
+            with anew, waiting() if compiles else AS_IT_IS:
                 yield session.number
             self.look_back()
             self.release()
@@ -419,8 +422,10 @@ class Driver:
         with torch.enable_grad():  # the caller may have turned it off
             start = Start.apply(self, loss)
         on_this_thread = torch.autograd.set_multithreading_enabled(False)  # as everything that this drives
-        with on_this_thread, torch_private.parametrized_anew():  # for what is recomputed
-            grads = torch_private.gradients(start, scale, (self.places.token, *inputs))
+        anew = torch_private.parametrized_anew() if parametrize._cache_enabled else AS_IT_IS  # for what is recomputed
+        needed = (self.places.token, *inputs)
+        with on_this_thread, anew:  # `torch.autograd.grad` would compare sizes, for which torch imports sympy
+            grads = run_backward((start,), (scale,), False, False, needed, True, accumulate_grad=False)
         self.end_others(())  # the last of a frozen unit: no gradient of its weights ends it
         if self.trains_now:
             self.session.all_done(self.state)
