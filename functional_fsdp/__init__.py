@@ -25,6 +25,7 @@ from ._common.errors import (
     StaleStateError,
     TreeError,
 )
+from ._export import full_params, local_shards, state_dict
 from ._float8 import Float8Weight
 from ._graph import traced as _traced  # noqa: F401
 from ._graph.graph import Lowered, abstract_state, lower
@@ -64,7 +65,7 @@ from ._spec.precision import Codec, Precision
 from ._spec.spec import Schedule, Spec
 from ._spec.units import units
 from ._state.shard import init, make_layout, shard
-from ._state.state import State, buffers, full_params, local_shards, state_dict
+from ._state.state import State, buffers
 from ._storage import FlatBuffer, PackedWeight
 from ._transports import peer_memory as _signals  # noqa: F401
 from ._transports.auto import symmetric

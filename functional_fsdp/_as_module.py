@@ -14,9 +14,10 @@ import torch.nn as nn
 from ._common.errors import TreeError
 from ._common.torch_names import func_interpreter, pytree
 from ._common.tree import flatten
+from ._export import full_params
 from ._nn.module import Bound, forms_among, validate
 from ._nn.skeleton import aliases_among, aliases_of, every_buffer, needs_module, skeleton_of, tied
-from ._state.state import State, full_params
+from ._state.state import State
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -339,7 +339,7 @@ def joined_leaves(buffer: FlatBuffer, dtype: torch.dtype | None = None) -> dict[
     return found
 
 
-provide("axes", cuts_of, cut_of, whole_shape, lie, joined_leaves)
+provide("axes", cuts_of, cut_of, whole_shape, lie)
 
 
 class DTensorForm(NamedTuple):

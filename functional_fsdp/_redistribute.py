@@ -43,6 +43,7 @@ from ._common.errors import ScheduleError, SpecError, TreeError, as_names, expec
 from ._common.torch_names import pytree
 from ._common.tree import dotted, flatten, match
 from ._engine.gathers import resolve_transport
+from ._export import gather_leaves, refuse_blocks, whole_leaves
 from ._optim.optimizer import initial
 from ._plan.layout import Bucket, Layout, Leaf, LeafInfo
 from ._plan.plan import keeps_copy
@@ -57,14 +58,11 @@ from ._storage import (
     LeafShard,
     PackedWeight,
     clear_padding,
-    gather_leaves,
     leaf_shards,
     leaves_of,
     no_scales,
     refresh,
-    refuse_blocks,
     stored_as,
-    whole_leaves,
     zeros,
 )
 from ._verbs import finish_reductions

@@ -163,7 +163,7 @@ def _unpacked(value: Any) -> Any:
     return [*map(_unpacked, value)] if isinstance(value, list | tuple) else value
 
 
-_joined_leaves, summary = provided("axes.joined_leaves"), provided("look.summary")
+summary = provided("look.summary")
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
@@ -418,57 +418,6 @@ def clear_padding(buffers: Iterable[FlatBuffer]) -> None:
     """Put zeros where no leaf lies, at once."""
     if views := [view for buffer in buffers for view in padding(buffer)]:
         foreach_zero_(views)
-
-
-def gather_leaves(buffer: FlatBuffer, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """The leaves of a buffer by path, whole, of their global shapes: views of one new tensor.
-
-    Args:
-        dtype: of the result, and so of what travels; by default the buffer's own.
-
-    Raises:
-        ScheduleError: gradients that may still be under way, or are partial.
-
-    Collective: an all-gather for each axis that shards it, which compute waits for. Eager.
-
-    Example: `extend.gather_leaves(fsdp.finish_reductions(state).grads["head"])["head.weight"]`.
-    """
-    bucket = buffer.bucket
-    for lineage in runtime_of(buffer.mesh).lineages:
-        if lineage.executor is not None and lineage.executor.reductions.awaits(buffer):
-            raise ScheduleError(
-                f"gather_leaves: the gradients of {bucket.name!r} may be on their way still, or partial. Take whole "
-                "ones: state = fsdp.finish_reductions(state), and then those of state.grads."
-            )
-    return leaves_of(bucket, buffer.gather(buffer.local.new_empty(bucket.numel, dtype=dtype or buffer.local.dtype)))
-
-
-def whole_leaves(buffer: FlatBuffer, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """As `gather_leaves`, and of leaves that are cut along axes of the model's own the parts of all ranks, joined.
-
-    Collective: one all-gather more for each such axis of a bucket.
-
-    Raises:
-        SpecError: of scales of blocks, see `refuse_blocks`.
-    """
-    if not any(leaf.cuts for leaf in buffer.bucket.leaves):
-        return gather_leaves(buffer, dtype)
-    refuse_blocks(buffer.bucket, buffer.bucket.leaves[0].path)
-    return _joined_leaves(buffer, dtype)
-
-
-def refuse_blocks(bucket: Bucket, path: str) -> None:
-    """Refuse to join or cut otherwise what lies by blocks of each rank's part of a leaf.
-
-    Raises:
-        SpecError: the bucket is of such blocks.
-    """
-    if bucket.every > 1:
-        raise SpecError(
-            f"what the optimizer keeps of {path!r} is in a codec, by blocks of each rank's part: the leaf is cut along "
-            "axes of the model's own, and these parts are neither joined nor cut otherwise. Keep the axes and their "
-            "ranks; or have plain moments, adamw without moments=, which begin anew: load(..., allow=['optimizer'])."
-        )
 
 
 T = TypeVar("T")

@@ -42,6 +42,7 @@ from ._common.device import default_generator
 from ._common.record import Collective
 from ._common.tree import flatten, match
 from ._engine.gathers import Carrier
+from ._export import gather_leaves
 from ._extend import (
     Ranks,
     Session,
@@ -66,7 +67,7 @@ from ._nn.skeleton import Placeholder, every_buffer, skeleton_of
 from ._optim.optimizer import Sender
 from ._spec.spec import Transport
 from ._state.state import FIELDS, State
-from ._storage import BucketPlace, Loan, gather_leaves, is_lent, leaf_shards, loan_of
+from ._storage import BucketPlace, Loan, is_lent, leaf_shards, loan_of
 from .look.tables import state_bytes
 
 __all__ = [

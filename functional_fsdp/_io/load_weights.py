@@ -18,11 +18,12 @@ from .._common.calls import alone, provide, verb
 from .._common.device import clone_as
 from .._common.errors import ScheduleError, SpecError, TreeError, as_names, expect
 from .._common.tree import PathIndex, flatten
+from .._export import whole_leaves
 from .._redistribute import Node, copies, nodes_of, renewed
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._storage import FlatBuffer, coordinate_of, leaf_shards, whole_leaves, zeros
+from .._storage import FlatBuffer, coordinate_of, leaf_shards, zeros
 from .._verbs import with_counts
 from .contents import THEIRS
 from .conversions import Conversions, checked, part_of, same_conversions

@@ -31,10 +31,10 @@ import torch
 from .._common.calls import alone
 from .._common.errors import SpecError, TreeError, as_path, expect
 from .._common.tree import flatten
+from .._export import whole_leaves
 from .._runtime.agreement import Topic, agree
 from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._storage import whole_leaves
 from .checkpoint import saving
 from .conversions import Conversions, checked, part_of, same_conversions
 from .folder import DTYPES, Claim, Entry, check_shared, create, entries, sync, write_at, write_file

@@ -19,11 +19,12 @@ import torch
 from .._common.calls import alone, uninterruptible
 from .._common.errors import SpecError, TreeError, expect
 from .._common.tree import bytes_text, flatten
+from .._export import whole_leaves
 from .._plan.layout import Unit
 from .._plan.route import Replicated
 from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._storage import FlatBuffer, leaf_shards, stored_as, unpacked_leaves, whole_leaves
+from .._storage import FlatBuffer, leaf_shards, stored_as, unpacked_leaves
 from .conversions import Conversions, checked, part_of
 from .manifest import buffers_of
 from .pieces import blocks, pieces

@@ -1,4 +1,4 @@
-"""A State, what it gives out, and its lineage, which makes a step a transaction.
+"""A State and its lineage, which makes a step a transaction.
 
 Lineage: which state of a lineage is the newest, and whether a verb was stopped; it makes a step a transaction.
 
@@ -15,35 +15,31 @@ lineage. It reads nothing that changes from step to step, so nothing recompiles.
 is next looked at.
 
 State: everything that training owns, as one frozen pytree. What makes a step a transaction is its `lineage`.
-
-Out again: whole parameters, and zero-copy views of the local shards, by path. None of these consumes the state.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn as nn
 
 from .._common.calls import alone, guard, leave, ordinary, provided, tracing_now
 from .._common.device import clone_as
-from .._common.errors import FsdpError, RestartError, ScheduleError, StaleStateError, TreeError
+from .._common.errors import FsdpError, RestartError, StaleStateError
 from .._common.torch_names import pytree
-from .._common.tree import flatten, register
+from .._common.tree import register
 from .._engine.executor import Executor
 from .._nn.skeleton import changed, every_buffer, needs_module
 from .._plan.cursor import Cursor, InFlight
 from .._plan.layout import Bucket, Layout
-from .._plan.route import Partial, Replicated
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.spec import Spec
-from .._storage import FlatBuffer, LentTree, Stored, at_home, leaf_shards, spoilt, unpacked_leaves, whole_leaves
+from .._storage import FlatBuffer, LentTree, Stored, at_home, spoilt
 
 _graph_plan = provided("graph.graph_plan")
 
@@ -789,87 +785,6 @@ def _unflatten(context: Context, children: tuple[Any, ...]) -> State:
 register(State, lambda s: (tuple(getattr(s, name) for name in CHILDREN), Context(s)), CHILDREN, _unflatten)
 
 
-@alone
-@torch.no_grad()
-def full_params(state: State) -> Any:
-    """The whole parameters on every rank, in `Precision.main`: shards [n / ranks] -> leaves of global shapes.
-
-    Returns:
-        the tree that was sharded, with tensors of your own, of packed leaves `PackedWeight`s; tied leaves are the same
-        tensor at each path. When the tree
-        came from `functionalize`, `module.load_state_dict` takes it (with strict=False if the module has buffers).
-
-    Raises:
-        StaleStateError: a state that `step` has consumed.
-
-    Collective: one all-gather a bucket and sharded axis, on a lane of its own: every rank must call it.
-
-    Example: `torch.save(fsdp.full_params(state), "model.pt")`.
-    """
-    state._valid("full_params")
-    views: dict[str, torch.Tensor] = {}
-    with state.version.lineage.looking(state):
-        state.version.lineage.touched()
-        for name in state.layout.buckets:
-            own = {path: leaf.clone() for path, leaf in whole_leaves(state.main[name]).items()}
-            views |= unpacked_leaves(state.layout.buckets[name], own)
-    return state.treedef.unflatten([views[path] for path in state.layout.source])
-
-
-@alone
-def local_shards(
-    state: State, kind: Literal["main", "weights", "grads"] = "main", *, unique: bool = False
-) -> dict[str, torch.Tensor]:
-    """This rank's part of every leaf, as 1-D views of the state's own buffers: no copy, no communication.
-
-    Args:
-        kind: of "grads", reductions that are due are waited for, and no others. A unit whose gradient has come too
-            early for its turn is not in it before `finish_reductions`.
-        unique: where several ranks hold the same part (ddp, hsdp, compute copies), all but the first of them get empty
-            views. Then each element of a leaf is on one rank, and a sum over ranks counts it once. (Experts of which
-            ranks have their own are not the same part: each counts.)
-
-    Returns:
-        `{path: [elements of this leaf that this rank holds]}`; empty where it holds none. Since a bucket is cut
-        whatever the leaf boundaries, a part is a run of the flattened leaf, not whole rows. Tied leaves
-        appear once. Frozen leaves have no gradients; placements without compute copies have no "weights". Of leaves
-        that are gathered in float8 these are the weights times `state.scales`, in float8. Main weights are to be read:
-        compute copies (ddp, zero1, zero2, `Precision(gather=)`) do not follow a write, see `extend.change_weights`.
-
-    Raises:
-        StaleStateError: a state that `step` has consumed. ScheduleError: `unique` gradients that are still partial
-            (`reduce(..., last_microbatch=False)`), of which each rank holds a summand.
-
-    Example, the norm of the weights:
-        >>> mine = fsdp.local_shards(state, unique=True).values()
-        >>> state, square = fsdp.psum(state, sum(part.square().sum() for part in mine))
-    """
-    state._valid("local_shards")
-    if kind not in ("main", "weights", "grads"):
-        raise TreeError(f"local_shards(state, {kind!r}): expected one of 'main', 'weights', 'grads'.")
-    tree, lineage = getattr(state, kind), state.version.lineage
-    if kind == "grads" and tree:
-        lineage.enter(state.version.serial, "local_shards")
-        with lineage:
-            state._executor.look(state)
-    elif kind != "grads":
-        lineage.touched()
-    at = runtime_of(state.spec.mesh).coordinate
-    found: dict[str, torch.Tensor] = {}
-    for name, buffer in (tree or {}).items():
-        assert isinstance(buffer, FlatBuffer)
-        if unique and any(placed is Partial for _, placed in buffer.states):
-            raise ScheduleError(
-                f"local_shards(state, {kind!r}, unique=True): the gradients of {name!r} are partial, {buffer!r}: each "
-                "rank holds a summand of every element. Call state = fsdp.finish_reductions(state) first."
-            )
-        same = (axis for axis, placed in buffer.states if placed is Replicated)
-        elsewhere = unique and any(at[axis] for axis in (*same, *buffer.bucket.equal))
-        for leaf, _, local in leaf_shards(buffer):
-            found[leaf.path] = local[:0] if elsewhere else local
-    return found
-
-
 def buffers(module: nn.Module, *, every: bool = False) -> dict[str, torch.Tensor]:
     """Copies of the buffers of a module by path, for `shard(params, spec, optimizer, buffers=buffers(module))`.
 
@@ -879,51 +794,3 @@ def buffers(module: nn.Module, *, every: bool = False) -> dict[str, torch.Tensor
     """
     needs_module("buffers(module)", module)
     return {path: held[name].detach().clone() for path, held, name in every_buffer(module, persistent=not every)}
-
-
-@alone
-def state_dict(state: State, module: nn.Module | None = None) -> dict[str, Any]:
-    """Whole parameters and the state's buffers by path, on every rank, for `plain.load_state_dict`.
-
-    Args:
-        module: the model, or its skeleton. It knows what a state does not, and what `load_state_dict` asks for: the
-            versions of its classes (without them one that has changed its format takes new weights for old ones, and
-            converts them), what its parts add by `get_extra_state`, and further paths of a module with buffers that
-            has several. Leave it out of parameters that are of no module.
-
-    Returns:
-        tensors of your own; what is tied, or has several paths, is the same tensor at each. With a module an
-        OrderedDict as the module's own `state_dict()` gives, with its `_metadata`.
-
-    Raises:
-        TreeError: a parameter and a buffer have one path. Else, and collective: as `full_params`.
-
-    Example: `plain.load_state_dict(fsdp.state_dict(state, model))`.
-    """
-    both = set(state.layout.paths) & set(flatten(state.buffers)[0])
-    if both:
-        raise TreeError(
-            f"state_dict: a parameter and a buffer are both called {min(both)!r}. Use full_params(state) and "
-            "state.buffers, or rename one of them."
-        )
-    found = dict(zip(state.layout.paths, pytree.tree_leaves(full_params(state)), strict=True))
-    found |= {path: value.clone() for path, value in zip(*flatten(state.buffers)[:2], strict=True)}
-    return found if module is None else _of_module(module, found)
-
-
-def _of_module(module: nn.Module, found: dict[str, Any]) -> dict[str, Any]:
-    """The same, with what a module knows of it."""
-    needs_module("state_dict(module)", module)
-    out: Any = OrderedDict(found)
-    out._metadata = OrderedDict()
-    first: dict[nn.Module, str] = {}
-    for path, part in module.named_modules(remove_duplicate=False):
-        out._metadata[path] = {"version": part._version}
-        prefix = f"{path}." if path else ""
-        source = first.setdefault(part, path)
-        for name in part._buffers if source != path else ():
-            if f"{source}.{name}" in found:
-                out.setdefault(f"{prefix}{name}", found[f"{source}.{name}"])
-        if type(part).get_extra_state is not nn.Module.get_extra_state:
-            out[f"{prefix}_extra_state"] = part.get_extra_state()
-    return out

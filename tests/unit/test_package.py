@@ -182,7 +182,8 @@ def test_imports_go_in_no_circle(files: list[Path]) -> None:
 SATELLITES: dict[str, set[str]] = {
     "_extend": {"_graph", "_metrics"},  # the same changes in a graph; sums over shards
     "_metrics": {"_graph"},  # the same numbers in a graph
-    "_as_module": set(),
+    "_as_module": {"_export"},
+    "_export": {"_axes"},  # leaves that are cut, joined
     "_graph": set(),
     "_exact_sums": set(),
     "_one_source": set(),
@@ -192,8 +193,8 @@ SATELLITES: dict[str, set[str]] = {
     "_axes": set(),
     "_transports": set(),
     "_optim_extra": {"codecs"},  # one kernel that unpacks moments, changes and packs them
-    "_redistribute": {"_axes"},  # what of a leaf a rank has
-    "_io": {"_axes", "_optim_extra", "_redistribute"},  # what checkpoints say of an optimizer, and of leaves
+    "_redistribute": {"_axes", "_export"},  # what of a leaf a rank has; whole leaves
+    "_io": {"_axes", "_export", "_optim_extra", "_redistribute"},  # what checkpoints say of an optimizer, and of leaves
     "_simulate": {"_io"},  # a save that goes on beside the training
     "_launch": {"_io", "_simulate"},
     "codecs": set(),
