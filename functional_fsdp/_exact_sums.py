@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from ._common.calls import provide
-from ._common.device import runs_triton, tl, triton
 from ._common.record import Collective, Steps
 from ._engine.gathers import Carrier, Portions
 from ._engine.reductions import Staging
 from ._plan.layout import STAGED, aligned
 from ._runtime.runtime import Runtime
+from ._shared.device import runs_triton, tl, triton
 
 BLOCK = 2048  # elements
 

@@ -43,12 +43,13 @@ import torch.nn as nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._common.calls import provide
-from ._common.device import casts_float8, tl, triton
 from ._common.errors import SpecError
 from ._common.record import Collective, over_each_axis
-from ._common.torch_names import foreach_copy_, foreach_norm, make_wrapper
+from ._common.torch_names import foreach_copy_, make_wrapper
 from ._plan.layout import ALIGN, Bucket
 from ._runtime.runtime import runtime_of
+from ._shared.device import casts_float8, tl, triton
+from ._shared.torch_names import foreach_norm
 from ._storage import FlatBuffer, PackedWeight, alias_of
 
 

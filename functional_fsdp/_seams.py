@@ -8,9 +8,7 @@ from __future__ import annotations
 from ._axes import by_rules, full_tensor
 from ._capture import Capture, Veto, Vetoed
 from ._common import objects
-from ._common import torch_names as torch_private
 from ._common.calls import KEEPING, foreign_tracer, outside_inference, ranged, tracing_now, users_line
-from ._common.device import cuda_driver
 from ._common.errors import as_names, expect
 from ._extend import note_activations
 from ._graph.graph import Graph, GraphBuild, graph_of, keep_residuals, point_at_second_gathers, refuse_values
@@ -21,6 +19,8 @@ from ._nn.skeleton import aliases_of, changed, local_part
 from ._optim.optimizer import put
 from ._plan.cursor import Collision
 from ._runtime.agreement import NewCounts
+from ._shared import torch_names as torch_private
+from ._shared.device import cuda_driver
 from ._storage import aliased_by, clear_padding, spoilt, written_by
 from .look.tables import StepMemory, Stretch, find_peak, plan_for, steps_on
 

@@ -13,9 +13,9 @@ import hypothesis
 import pytest
 import torch
 
-from functional_fsdp._common.device import forks_after_inductor
 from functional_fsdp._launch import pool
 from functional_fsdp._launch.launch import stop_workers
+from functional_fsdp._shared.device import forks_after_inductor
 
 # Files that take longest come first, and processes share each of them a function at a time, all others a file at a
 # time: so processes are done at about the same time.

@@ -1,7 +1,5 @@
 """What hangs on the kind of device, and is no matter of lanes: memory, random numbers, and which kernels there are.
 
-`triton` and `tl` are None on machines without Triton.
-
 One number for a tensor's bits in their order, so that ranks can compare tensors by exchanging numbers.
 
     words     x[0] x[1] x[2] ...        the bytes in logical order, 4 at a time, signed
@@ -10,29 +8,17 @@ One number for a tensor's bits in their order, so that ranks can compare tensors
 
 The words of equal tensors give equal numbers on every device. A change of one word always shows, since its weight is
 odd; any other change (a permutation, a transposition, other numbers) goes unseen once in 2^32 at most.
-
-The CUDA driver, for the few things that torch has no function for: by `cuda.bindings`, which torch's CUDA builds
-bring along. In the thread's current context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import cache, lru_cache
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from .calls import provided
-
-try:
-    triton: Any = import_module("triton")
-    tl: Any = import_module("triton.language")
-except ImportError:  # torch for the CPU comes without
-    triton = tl = None
-
 
 BLOCK = 512  # bytes: what the caching allocator rounds up to inside a segment
 
@@ -40,28 +26,6 @@ BLOCK = 512  # bytes: what the caching allocator rounds up to inside a segment
 def current_device(kind: str) -> torch.device:
     """The device of this kind that this rank computes on, with its index where there are several."""
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
-def device_of(leaves: Iterable[Any]) -> torch.device:
-    """Where tensors on the meta device are thought to be: where the others are, a GPU if one of them is."""
-    found = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"}
-    return max(found, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
-
-
-def best_device() -> torch.device:
-    """A GPU where there is one, else the CPU."""
-    return current_device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def device_name() -> str:
-    """What this process's GPU is called; "" where there is none."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-
-
-def forks_after_inductor() -> bool:
-    """Whether a process that has imported Inductor may fork those that compute. Where there are GPUs the import asks
-    them what they can do, and CUDA cannot be used in a fork of a process that has used it."""
-    return not torch.cuda.device_count()
 
 
 # ---- memory
@@ -84,31 +48,9 @@ def make_room(sizes: Iterable[int], device: torch.device) -> None:
             torch.empty(sum(-(-n // BLOCK) * BLOCK for n in sizes), dtype=torch.uint8, device=device)
 
 
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the host's memory: itself, or a copy."""
-    return tensor.detach().cpu() if tensor.is_cuda else tensor
-
-
-def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Host memory [nbytes], uint8, from which copies to this device are fast: pinned where it is a GPU."""
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-
-
 def lies_on_host(tensor: torch.Tensor) -> bool:
     """Whether the host may read and write its bytes."""
     return tensor.device.type == "cpu"
-
-
-def pin(host: torch.Tensor) -> bool:
-    """Pin host memory that torch has not allocated, where there is CUDA, so that copies to it wait for nobody. Returns
-    whether it is pinned: `unpin` it before it goes."""
-    return (
-        torch.cuda.is_initialized() and int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)) == 0
-    )
-
-
-def unpin(host: torch.Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
 
 # ---- host memory as a device's tensors
@@ -142,55 +84,12 @@ def clone_as(tensor: torch.Tensor) -> torch.Tensor:
 # ---- copies to the host
 
 
-def arrival(sources: Iterable[torch.Tensor]) -> Callable[[], None]:
-    """A function that waits until copies of these to the host, begun on the current stream, are there."""
-    if all(lies_on_host(source) for source in sources):
-        return lambda: None
-    event = torch.cuda.Event()
-    event.record()
-    return event.synchronize
-
-
-def count_peak(device: torch.device) -> bool:
-    """Count the peak of its memory from now on, when it has done what it was given. Returns whether it is counted."""
-    if device.type != "cuda":
-        return False
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return True
-
-
-def peak_of(device: torch.device) -> int | None:
-    """Bytes at the peak since `count_peak`, when it has done what it was given; None where nothing counts."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device)
-
-
-def being_captured(device: torch.device) -> bool:
-    """Whether what is done now goes into a CUDA graph, and the host cannot wait for it."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 # ---- random numbers
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:
     """The generator that a GPU draws from by default; None where that is the host's, `torch.default_generator`."""
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else None
-
-
-def random_state() -> Any:
-    """Where the default generators of the host and of the current GPU are, for `set_random_state`."""
-    return torch.default_generator.get_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-
-
-def set_random_state(state: Any) -> None:
-    host, gpu = state
-    torch.default_generator.set_state(host)
-    if gpu is not None:
-        torch.cuda.set_rng_state(gpu)
 
 
 def forked_random(device: torch.device) -> Any:
@@ -207,21 +106,6 @@ def seed_generators(seed: int) -> None:
 
 
 # ---- kernels
-
-
-def runs_triton(tensor: torch.Tensor) -> bool:
-    """Whether Triton's kernels take this tensor."""
-    return tensor.is_cuda
-
-
-@lru_cache(maxsize=16)
-def _rounds_once(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)  # 8.9 goes by float16
-
-
-def casts_float8(tensor: torch.Tensor) -> bool:
-    """Whether Triton's kernels take this tensor, and make the same float8 of it as torch."""
-    return tensor.is_cuda and _rounds_once(tensor.device)
 
 
 def fused_sgd_takes(weight: torch.Tensor) -> bool:
@@ -317,13 +201,3 @@ def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
 
 def _signed(n: int) -> int:
     return n - (1 << 64) if n >> 63 else n
-
-
-@cache
-def cuda_driver() -> Any:
-    """The module `cuda.bindings.driver`, whose names are those of the driver's own documentation.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    return import_module("cuda.bindings.driver")

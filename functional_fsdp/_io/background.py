@@ -63,11 +63,11 @@ import torch
 
 from .._common import errors
 from .._common.calls import alone, uninterruptible
-from .._common.device import arrival, pin, unpin
 from .._common.errors import CheckpointError
 from .._plan.layout import aligned
 from .._runtime.agreement import Joint, Met
 from .._runtime.runtime import Runtime, runtime_of
+from .._shared.device import arrival, pin, unpin
 from .._state.state import State
 from .checkpoint import Saving, pending, same_folder, told_of
 from .folder import LOCK, Claim, check_shared, hold, is_free, let_go, partial, writing

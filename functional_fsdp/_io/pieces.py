@@ -56,12 +56,13 @@ from typing import IO, Any, NamedTuple, TypeVar
 import torch
 
 from .._axes import Cut, Cuts, cut_of, join, part_shape, whole_shape
-from .._common.device import arrival, host_buffer, lies_on_host
+from .._common.device import lies_on_host
 from .._common.errors import CheckpointError, SpecError
-from .._common.torch_names import storage_info
 from .._export import refuse_blocks
 from .._plan.layout import Leaf
 from .._runtime.runtime import runtime_of
+from .._shared.device import arrival, host_buffer
+from .._shared.torch_names import storage_info
 from .._state.state import State
 from .._storage import FlatBuffer
 from .conversions import Concatenated, Conversion, Sliced, Stacked, Transposed

@@ -19,13 +19,13 @@ import torch
 from .._axes import boxes as cut_boxes
 from .._common.calls import alone
 from .._common.errors import SpecError, as_path
-from .._common.torch_names import storage_info
 from .._optim.adamw import AdamW
 from .._optim.optimizer import at, by_label
 from .._optim_extra.from_torch import FromTorch
 from .._plan.layout import Leaf
 from .._redistribute import nodes_of
 from .._runtime.runtime import Runtime
+from .._shared.torch_names import storage_info
 from .._state.state import State
 from .._storage import FlatBuffer
 from .checkpoint import saving

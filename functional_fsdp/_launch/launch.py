@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._common.errors import CommError, expect
-from .._common.torch_names import gloo_options
+from .._shared.torch_names import gloo_options
 from . import meshes
 from .transfer import without_numpy
 from .worker import STORE, TIMEOUT

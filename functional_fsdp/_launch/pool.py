@@ -46,10 +46,10 @@ import torch
 import torch.distributed as dist
 
 from .._common.calls import of_the_program
-from .._common.device import forks_after_inductor
 from .._common.errors import FsdpError
-from .._common.torch_names import inductor
 from .._io.background import started
+from .._shared.device import forks_after_inductor
+from .._shared.torch_names import inductor
 from .transfer import Key, dumps, loads
 from .worker import STORE, Call, Setup, live
 

@@ -48,11 +48,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._common.device import on_host
 from .._common.errors import FsdpError, RestartError, StaleStateError
-from .._common.torch_names import forget_imports, pytree, read_objects_by, unpickler
+from .._common.torch_names import pytree
 from .._runtime.restart import ALL
 from .._runtime.runtime import forget_runtime, runtimes
+from .._shared.device import on_host
+from .._shared.torch_names import forget_imports, read_objects_by, unpickler
 from .._state.state import State
 from .._verbs import newest
 

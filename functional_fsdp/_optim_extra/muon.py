@@ -46,7 +46,7 @@ from einops import rearrange
 
 from .._common.errors import SpecError, expect
 from .._common.record import Collective
-from .._common.torch_names import foreach_add_, foreach_copy_, foreach_lerp, foreach_lerp_, foreach_mul_
+from .._common.torch_names import foreach_add_, foreach_copy_
 from .._common.tree import register, table
 from .._optim.optimizer import (
     Sender,
@@ -64,6 +64,7 @@ from .._optim.optimizer import (
 )
 from .._plan.layout import ALIGN, Bucket, Leaf, aligned
 from .._runtime.agreement import Leaves
+from .._shared.torch_names import foreach_lerp, foreach_lerp_, foreach_mul_
 from .._storage import summary, zeros
 
 

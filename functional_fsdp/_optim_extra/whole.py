@@ -27,7 +27,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._common.calls import traced_as
-from .._common.device import being_captured, lies_on_host
+from .._common.device import lies_on_host
 from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.torch_names import foreach_copy_, pytree, unflatten_dense_tensors
 from .._optim.optimizer import (
@@ -43,6 +43,7 @@ from .._optim.optimizer import (
 )
 from .._plan.layout import Bucket, Leaf
 from .._runtime.agreement import Leaves
+from .._shared.device import being_captured
 from .._storage import FlatBuffer
 from .muon import Given, Homes, Moves, Owners, Part, at_once, back, cut, find_owners, homes, ordered, there
 from .prove import Work, beside, give_names, hand_over, made, name_of, numbers_like, same, uncompiled

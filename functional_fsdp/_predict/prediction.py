@@ -52,7 +52,6 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._common.device import best_device, device_name
 from .._common.errors import SpecError
 from .._common.record import Collective
 from .._common.torch_names import NoTorchFunction, pytree
@@ -63,6 +62,7 @@ from .._optim.adamw import adamw
 from .._plan.layout import Bucket, Layout, Unit
 from .._plan.plan import Plan, Records, keeps_copy, records
 from .._runtime.runtime import Runtime, runtime_of
+from .._shared.device import best_device, device_name
 from .._spec.spec import Spec
 from .._state.state import State
 from ..look.tables import StepMemory, state_bytes

@@ -34,11 +34,11 @@ import torch
 import torch.distributed as dist
 
 from .._common.errors import SpecError
-from .._common.torch_names import symmetric_memory
 from .._engine.gathers import Carrier, CollectiveTransport
 from .._plan.layout import Layout, Unit
 from .._plan.plan import Plan
 from .._runtime.runtime import Runtime
+from .._shared.torch_names import symmetric_memory
 from .._spec.spec import NAMES, Traits, Transport
 from .copy_engine import Copies, CopyEngine
 from .peer_memory import check_reach, complaint, uneven, use_backend

@@ -31,10 +31,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .._common.calls import provide
-from .._common.device import cuda_driver as driver
 from .._common.errors import CommError, SpecError
-from .._common.torch_names import raw_stream, symmetric_memory
 from .._runtime.runtime import Runtime
+from .._shared.device import cuda_driver as driver
+from .._shared.torch_names import raw_stream, symmetric_memory
 
 K = TypeVar("K")
 

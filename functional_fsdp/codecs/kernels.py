@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeGuard
 import torch
 
 from .._common.calls import traced_as
-from .._common.device import casts_float8, runs_triton, tl, triton
+from .._shared.device import casts_float8, runs_triton, tl, triton
 from .._spec.precision import Codec, Form, Planes, Shape
 
 SIZE, UPDATED = 2048, 1024  # elements of a program

@@ -39,9 +39,10 @@ import torch
 from .._common.calls import outside_inference
 from .._common.device import default_generator
 from .._common.errors import expect
-from .._common.torch_names import base_of, pytree
+from .._common.torch_names import pytree
 from .._extend import by_unit, shards
 from .._runtime.runtime import Runtime, runtime_of
+from .._shared.torch_names import base_of
 from .._state.state import State
 from .._storage import FlatBuffer, PackedWeight, leaf_shards
 from .._verbs import finish_reductions

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 from torch.profiler import ProfilerActivity, profile
 
 from .._common.calls import ranged
-from .._common.device import count_peak, peak_of
 from .._common.errors import ScheduleError, expect
 from .._common.torch_names import profiler, pytree
 from .._common.tree import bytes_text, table
 from .._plan.plan import Plan
 from .._runtime.runtime import Runtime, runtime_of
+from .._shared.device import count_peak, peak_of
 from .._state.state import State
 from .draw import FAINT, INK, Page, colours_of
 from .timeline import STEP, Arrival, Measured, Timeline, draw_lanes, length, measured, predict, recorded, time_scale

@@ -26,13 +26,14 @@ from typing import Any, NamedTuple
 import torch
 
 from .._common.calls import provide
-from .._common.device import best_device, in_host_memory, keeps_released
+from .._common.device import in_host_memory, keeps_released
 from .._common.torch_names import pytree
 from .._common.tree import bytes_text, table
 from .._host_memory import planned_transfer
 from .._plan.cursor import Cursor
 from .._plan.layout import Bucket, Layout
 from .._plan.plan import REDUCTIONS_AT_ONCE, Plan, PlannedUnit, make_plan, staging_slots
+from .._shared.device import best_device
 from .._spec.settings import opaque_settings
 from .._spec.spec import Schedule, Spec
 from .._state.state import State

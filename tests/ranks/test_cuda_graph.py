@@ -32,10 +32,10 @@ import functional_fsdp as fsdp
 from functional_fsdp import Schedule, ScheduleError, Spec, SpecError, StaleStateError, TreeError
 from functional_fsdp import transforms as T
 from functional_fsdp._capture import Capture
-from functional_fsdp._common.device import cuda_driver as driver
 from functional_fsdp._launch.launch import stop_workers
 from functional_fsdp._runtime.runtime import runtime_of
 from functional_fsdp._seams import torch_private
+from functional_fsdp._shared.device import cuda_driver as driver
 from functional_fsdp._transports import auto
 from functional_fsdp.extend import Ranks, Session
 from functional_fsdp.transforms._cuda_graph import capturing as _capturing

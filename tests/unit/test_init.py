@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functional_fsdp as fsdp
 from functional_fsdp import Spec, SpecError, State
 from functional_fsdp import transforms as T
-from functional_fsdp._common.torch_names import OperationMode
 from functional_fsdp._seams import torch_private
+from functional_fsdp._shared.torch_names import OperationMode
 
 
 def init(make: Callable[[], nn.Module], *, seed: int = 0, optimizer: Any = None, **spec: Any) -> tuple[State, Any]:

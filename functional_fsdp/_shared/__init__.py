@@ -1,0 +1,1 @@
+"""What several satellites use, and the core does not."""
