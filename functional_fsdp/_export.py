@@ -6,20 +6,22 @@
 | `local_shards` | this rank's part of each leaf, as views | none |
 | `gather_leaves`, `whole_leaves` | the leaves of one buffer, whole | an all-gather for each axis that shards it |
 
-Nothing here consumes a state.
+Nothing here consumes a state: ranks that communicate about one come by `come_to_look`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal
 
 import torch
 import torch.nn as nn
 
 from ._axes import joined_leaves
-from ._common.calls import alone
-from ._common.errors import ScheduleError, SpecError, TreeError
+from ._common.calls import alone, guard
+from ._common.errors import FsdpError, RestartError, ScheduleError, SpecError, TreeError
 from ._common.torch_names import pytree
 from ._common.tree import flatten
 from ._nn.skeleton import needs_module
@@ -28,6 +30,42 @@ from ._plan.route import Partial, Replicated
 from ._runtime.runtime import runtime_of
 from ._state.state import State
 from ._storage import FlatBuffer, leaf_shards, leaves_of, unpacked_leaves
+
+
+def come_to_look(state: State) -> None:
+    """Before ranks communicate about the base outside a step: all of them come here.
+
+    Never consumes: where all ranks look from the same place, the step goes on afterwards.
+
+    Raises:
+        RestartError: a look in the middle of a step that some have abandoned. Those at the base go on.
+    """
+    lineage, serial = state.version.lineage, state.version.serial
+    while True:
+        lineage.come(serial)
+        if serial != lineage.base and lineage.epoch != lineage.runtime.epoch:
+            raise RestartError(
+                "a look at this state: a rank was stopped, and its step was abandoned. Nothing is lost: go on from "
+                "the state that the step started from (it is still valid), on every rank."
+            )
+        with suppress(RestartError) if serial == lineage.base else nullcontext():
+            return lineage.runtime.come_to_look("a look at this state", lineage.number)
+
+
+@contextmanager
+def looking(state: State) -> Iterator[None]:
+    """What ranks communicate within is about this state, and consumes nothing; who is stopped in it meets them."""
+    lineage = state.version.lineage
+    try:
+        come_to_look(state)
+        guard()
+        with lineage, lineage.off_plan(state):
+            yield
+    except BaseException as error:
+        if not isinstance(error, FsdpError):  # peers may wait in it, or be past it
+            lineage.runtime.void()
+        raise
+    lineage.looked()
 
 
 @alone
@@ -49,7 +87,7 @@ def full_params(state: State) -> Any:
     """
     state._valid("full_params")
     views: dict[str, torch.Tensor] = {}
-    with state.version.lineage.looking(state):
+    with looking(state):
         state.version.lineage.touched()
         for name in state.layout.buckets:
             own = {path: leaf.clone() for path, leaf in whole_leaves(state.main[name]).items()}

@@ -43,7 +43,7 @@ from ._common.errors import ScheduleError, SpecError, TreeError, as_names, expec
 from ._common.torch_names import pytree
 from ._common.tree import dotted, flatten, match
 from ._engine.gathers import resolve_transport
-from ._export import gather_leaves, refuse_blocks, whole_leaves
+from ._export import come_to_look, gather_leaves, looking, refuse_blocks, whole_leaves
 from ._optim.optimizer import initial
 from ._plan.layout import Bucket, Layout, Leaf, LeafInfo
 from ._plan.plan import keeps_copy
@@ -133,7 +133,7 @@ def redistribute(state: State, spec: Spec, *, allow: Collection[str] = ()) -> St
     new = moved(state, spec, allow)
     if _arranges(state):
         mover = Mover(state, new.layout, new.spec, False)
-        with new.version.lineage.looking(new):
+        with looking(new):
             new = new._evolve(opt=_optimizer_state(mover, new, state.opt, {*state.layout.trainable}))
     state.version.lineage.moved_to(new)
     return new
@@ -174,7 +174,7 @@ def moved(state: State, spec: Spec, allow: Collection[str], verb: str = "redistr
         mover.compare(joint(mover.check, "what is kept"))
     state = free_arena(state)
     lineage = state.version.lineage
-    with lineage.looking(state):
+    with looking(state):
         lineage.touched()
         lineage.moves(verb)
         main = mover.move(state.main)
@@ -535,7 +535,7 @@ def _changed(verb: str, state: State, patterns: tuple[str, ...], trains: bool) -
     new = moved(state._evolve(opt={}), spec, (), verb, trains=True)
     if new.optimizer is not None:
         mover = Mover(old, new.layout, new.spec, False, trains=True)
-        with new.version.lineage.looking(new):
+        with looking(new):
             new = new._evolve(opt=_optimizer_state(mover, new, opt, {*old.layout.trainable}))
     old.version.lineage.moved_to(new)
     return new
@@ -662,7 +662,7 @@ def replace_params(state: State, params: Any, *, optimizer: bool = True) -> Stat
         return whole is not None
 
     with Joint(run, "replace_params") as joint:
-        lineage.look(state.version.serial)
+        come_to_look(state)
         lineage.touched()
         everywhere = all(joint(prepare, "what is given"))
         _compare(joint, trees["main"], whole if everywhere else None)
@@ -683,7 +683,7 @@ def copies(state: State, optimizer: bool) -> dict[str, Any]:
 def renewed(state: State, trees: dict[str, Any], optimizer: bool, steps: int | None = None) -> State:
     """A State of its own lineage with these trees, and so many steps. Collective: as `refresh`."""
     lineage, run = state.version.lineage, runtime_of(state.spec.mesh)
-    with lineage.looking(state):
+    with looking(state):
         refresh(trees["main"], trees["weights"], trees["scales"])
     steps = state.steps if steps is None else steps
     new = lineage.heir(run, state.layout, state.spec, steps, trees["count"])

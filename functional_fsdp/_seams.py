@@ -8,7 +8,7 @@ from __future__ import annotations
 from ._axes import by_rules, full_tensor
 from ._capture import Capture, Veto, Vetoed
 from ._common import objects
-from ._common.calls import KEEPING, foreign_tracer, outside_inference, ranged, tracing_now, users_line
+from ._common.calls import KEEPING, outside_inference, ranged, tracing_now, users_line
 from ._common.errors import as_names, expect
 from ._extend import note_activations
 from ._graph.graph import Graph, GraphBuild, graph_of, keep_residuals, point_at_second_gathers, refuse_values
@@ -27,7 +27,7 @@ from .look.tables import StepMemory, Stretch, find_peak, plan_for, steps_on
 __all__ = [
     "Capture", "Collision", "Graph", "GraphBuild", "HostBuffer", "NewCounts", "StepMemory", "Stretch", "Veto",
     "Vetoed", "aliased_by", "aliases_of", "around_bound_calls", "as_names", "base_of", "begin_compiled", "by_rules",
-    "changed", "clear_padding", "coordinate_of", "cuda_driver", "expect", "find_peak", "foreign_tracer", "full_tensor",
+    "changed", "clear_padding", "coordinate_of", "cuda_driver", "expect", "find_peak", "full_tensor",
     "given_in", "graph_of", "keep_residuals", "local_part", "note_activations", "objects", "outside_inference",
     "plan_for", "point_at_second_gathers", "put", "ranged", "refuse_meta", "refuse_values", "residuals_kept",
     "spoilt", "steps_on", "torch_private", "tracing_now", "users_line", "written_by",

@@ -68,7 +68,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
-from . import errors, torch_names
+from . import errors
 from .errors import FsdpError, ScheduleError
 from .torch_names import CInterpreter, dynamo, func_interpreter, profiler, pytree, set_grad_enabled
 
@@ -253,29 +253,6 @@ def traced_as(traced: Callable[..., Any]) -> Callable[[F], F]:
 def tracing_now() -> Any:
     """What is noted of the graph that is being made of the running code; None where none is, or torch.compile does."""
     return LOWERING[-1] if LOWERING else None
-
-
-def foreign_tracer() -> str:
-    """Which of torch's tools traces the code that runs now, in this thread; "" where none does.
-
-    What traces steps in this package uses a proxy mode, too: this is for code that it does not run.
-    """
-    if torch.compiler.is_dynamo_compiling():
-        return "torch.export" if _exporting() else "torch.compile"
-    if torch_names.jit_traces():
-        return "torch.jit.trace"
-    proxy = torch_names.dispatch_modes() and torch_names.dispatch_mode_of(torch_names.PROXY) is not None
-    if proxy or torch_names.pre_dispatch_mode_of(0) is not None:
-        return "torch.export" if _exporting() else "make_fx (or torch.func.linearize, which calls it)"
-    return ""
-
-
-def _exporting() -> bool:
-    """Whether torch.export traces. Dynamo calls this for real: in torch 2.11 it takes `is_exporting` to be true."""
-    return torch.compiler.is_exporting()
-
-
-_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result
 
 
 def users_line(frames: Iterable[tuple[FrameType, int]]) -> str:

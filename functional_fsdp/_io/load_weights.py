@@ -18,7 +18,7 @@ from .._common.calls import alone, provide, verb
 from .._common.device import clone_as
 from .._common.errors import ScheduleError, SpecError, TreeError, as_names, expect
 from .._common.tree import PathIndex, flatten
-from .._export import whole_leaves
+from .._export import come_to_look, looking, whole_leaves
 from .._redistribute import Node, copies, nodes_of, renewed
 from .._runtime.agreement import Joint, Topic, agree
 from .._runtime.runtime import runtime_of
@@ -311,7 +311,7 @@ def load_weights(
         return (found, cuts), topics
 
     with Joint(run, "load_weights") as joint:
-        lineage.look(state.version.serial)
+        come_to_look(state)
         lineage.touched()
         there, cuts = agree(joint, "the source", look)
         joint(read, "weights")
@@ -339,7 +339,7 @@ def optimizer_state(state: State) -> dict[str, dict[str, torch.Tensor]]:
     """
     state._valid("optimizer_state")
     found: dict[str, dict[str, torch.Tensor]] = {}
-    with state.version.lineage.looking(state):
+    with looking(state):
         state.version.lineage.touched()
         for node in nodes_of(state.opt):
             if isinstance(node.value, FlatBuffer):
@@ -430,7 +430,7 @@ def load_optimizer_state(
             trees["count"].fill_(steps)
 
     with Joint(run, "load_optimizer_state") as joint:
-        lineage.look(state.version.serial)
+        come_to_look(state)
         lineage.touched()
         there = agree(joint, "the source", look)
         joint(read, "tensors")

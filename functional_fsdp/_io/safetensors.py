@@ -31,7 +31,7 @@ import torch
 from .._common.calls import alone
 from .._common.errors import SpecError, TreeError, as_path, expect
 from .._common.tree import flatten
-from .._export import whole_leaves
+from .._export import looking, whole_leaves
 from .._runtime.agreement import Topic, agree
 from .._runtime.runtime import runtime_of
 from .._state.state import State
@@ -321,7 +321,7 @@ def save_adapter(
         if claim is not None:  # of modules that are saved whole
             for p, own in buffers_of(state).items():
                 held |= {one: own.detach().to("cpu", copy=True).contiguous() for one in (in_file(p, adapter),) if one}
-        with state.version.lineage.looking(state):
+        with looking(state):
             for name, buffer in state.main.items():
                 wanted = [leaf.path for leaf in state.layout.buckets[name].leaves if named[leaf.path]]
                 if wanted:
@@ -420,7 +420,7 @@ def _units(
 def _matrices(state: State, paths: set[str]) -> Named:
     """The adapter's leaves, whole, on every rank."""
     found: Named = {}
-    with state.version.lineage.looking(state):
+    with looking(state):
         state.version.lineage.touched()
         for name, buffer in state.main.items():
             wanted = [leaf.path for leaf in state.layout.buckets[name].leaves if leaf.path in paths]

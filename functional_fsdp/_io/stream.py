@@ -19,7 +19,7 @@ import torch
 from .._common.calls import alone, uninterruptible
 from .._common.errors import SpecError, TreeError, expect
 from .._common.tree import bytes_text, flatten
-from .._export import whole_leaves
+from .._export import looking, whole_leaves
 from .._plan.layout import Unit
 from .._plan.route import Replicated
 from .._runtime.runtime import runtime_of
@@ -203,7 +203,7 @@ def _gathered(state: State, unit: Unit, dtype: torch.dtype | None) -> Named:
     """The leaves of a unit, whole."""
     state._valid("stream")
     found: Named = {}
-    with state.version.lineage.looking(state):
+    with looking(state):
         state.version.lineage.touched()
         for bucket in unit.buckets:
             buffer = state.main[bucket.name]

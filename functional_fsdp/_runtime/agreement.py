@@ -68,18 +68,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._common.calls import guard, leave, uninterruptible
+from .._common.calls import guard, leave, provided, uninterruptible
 from .._common.device import current_device
 from .._common.errors import CommError, FsdpError, RestartError, ScheduleError
 from .._common.record import QUEUES, Collective, Mark, Steps
 from .._common.tree import grouped
 from .._distributed import NUMBER, PROCESSES, RING, Ballot, Case, HostVote, ProcessWatch
 from .._plan.layout import Bucket, Layout
-from .restart import Forms, Meeting, announce, restart
+from .restart import Meeting, announce, restart
 
 if TYPE_CHECKING:
     from .runtime import Runtime
 
+_forms = provided("metrics.Forms")
 ALL = -1
 OTHERS, NONE, ONE = 0, 1, 2  # in a row
 LACKS, FULL, FIXED = 0, 1, 2  # in the vote
@@ -392,7 +393,7 @@ class Agreement:
         self.host_vote: HostVote | None = None  # for votes, where all ranks are on one host
         self.watch: ProcessWatch | None = None  # the processes of the other ranks
         self.failed, self.parted, self.stage = "", False, ""
-        self.forms = Forms()
+        self.forms = _forms()
         self.heard: list[str] = []
         self.meeting: Meeting | None = None
         self.absent = 0.0  # since when a rank is known to be gone

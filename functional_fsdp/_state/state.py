@@ -20,8 +20,8 @@ State: everything that training owns, as one frozen pytree. What makes a step a 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,7 +30,7 @@ import torch.nn as nn
 
 from .._common.calls import alone, guard, leave, ordinary, provided, tracing_now
 from .._common.device import clone_as
-from .._common.errors import FsdpError, RestartError, StaleStateError
+from .._common.errors import FsdpError, StaleStateError
 from .._common.torch_names import pytree
 from .._common.tree import register
 from .._engine.executor import Executor
@@ -283,38 +283,6 @@ class Lineage:
         if serial == self.base and self.begun:
             self._meet()
         self.runtime.meet("a look at this state")
-
-    def look(self, serial: int) -> None:
-        """Before ranks communicate about the base outside a step: all of them come here.
-
-        Never consumes: where all ranks look from the same place, the step goes on afterwards.
-
-        Raises:
-            RestartError: a look in the middle of a step that some have abandoned. Those at the base go on.
-        """
-        while True:
-            self.come(serial)
-            if serial != self.base and self.epoch != self.runtime.epoch:
-                raise RestartError(
-                    "a look at this state: a rank was stopped, and its step was abandoned. Nothing is lost: go on from "
-                    "the state that the step started from (it is still valid), on every rank."
-                )
-            with suppress(RestartError) if serial == self.base else nullcontext():
-                return self.runtime.come_to_look("a look at this state", self.number)
-
-    @contextmanager
-    def looking(self, state: Any) -> Iterator[None]:
-        """What ranks communicate within is about this state, and consumes nothing; who is stopped in it meets them."""
-        try:
-            self.look(state.version.serial)
-            guard()
-            with self, self.off_plan(state):
-                yield
-        except BaseException as error:
-            if not isinstance(error, FsdpError):  # peers may wait in it, or be past it
-                self.runtime.void()
-            raise
-        self.looked()
 
     def looked(self) -> None:
         """Whoever looked is done: unless a step is under way, the program's own handler of interrupts is back."""

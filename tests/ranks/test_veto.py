@@ -15,8 +15,8 @@ from support.tables import marked
 import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, Spec, launch
 from functional_fsdp import transforms as T
+from functional_fsdp._export import come_to_look
 from functional_fsdp._seams import Capture, Veto, Vetoed
-from functional_fsdp.extend import lineage_of
 from functional_fsdp.extend import ranks_of as ranks_of_state
 
 
@@ -141,7 +141,7 @@ def abandoned() -> tuple[str, bool, int]:
     state, said = train_step(state, *batch(1))[0], ""
     for _ in range(2):
         try:
-            lineage_of(state).look(state.version.serial)
+            come_to_look(state)
             found = ranks_of_state(state).any(dist.get_rank() == 0, "a rank")
             if dist.get_rank() == 1 and not said:
                 fsdp.unshard(state, "norm")

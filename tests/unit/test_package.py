@@ -297,10 +297,11 @@ def test_a_question_about_cuda_is_seen() -> None:
     assert not [line for line in others if questions_about_cuda(ast.walk(ast.parse(line)))]
 
 
-#: who may ask whether a graph is being made: the places that choose, and two that ask it of code without a State
+#: who may ask whether a graph is being made: the places that choose, and those that ask it of code without a State
 ASK = {
     "_common/calls.py",  # says so, and chooses: `traced_as`, `verb` and `alone`
     "_nn/module.py",  # a call of a bound module, which Dynamo follows by torch.func's way only
+    "_drive/driver.py",  # which of torch's own tools traces a driven step, that is refused
     "_compile/compile_units.py",  # compiled code, which asks whether it is compiled, or runs as Python
 }
 QUESTIONS = {"tracing", "LOWERING", "is_compiling", "is_dynamo_compiling"}

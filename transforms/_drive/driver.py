@@ -23,7 +23,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, ScheduleError, State, reduce, release, unshard
-from functional_fsdp._seams import Collision, by_rules, changed, foreign_tracer, spoilt, torch_private
+from functional_fsdp._seams import Collision, by_rules, changed, spoilt, torch_private
 from functional_fsdp.extend import Session, lineage_of, refuse, skeleton_of
 
 from .._compile.compile_units import Compiler, Options, refuse_around
@@ -61,6 +61,29 @@ def eager_only(verb: str) -> Callable[..., NoReturn]:
         "the step in the first or second way (unshard, T.vjp, reduce), or use T.forward_backward and T.compile."
     )
     return lambda *args, **kwargs: refuse("ScheduleError", said)
+
+
+def foreign_tracer() -> str:
+    """Which of torch's tools traces the code that runs now, in this thread; "" where none does.
+
+    What traces steps in this package uses a proxy mode, too: this is for code that it does not run.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return "torch.export" if _exporting() else "torch.compile"
+    if torch_private.jit_traces():
+        return "torch.jit.trace"
+    proxy = torch_private.dispatch_modes() and torch_private.dispatch_mode_of(torch_private.PROXY) is not None
+    if proxy or torch_private.pre_dispatch_mode_of(0) is not None:
+        return "torch.export" if _exporting() else "make_fx (or torch.func.linearize, which calls it)"
+    return ""
+
+
+def _exporting() -> bool:
+    """Whether torch.export traces. Dynamo calls this for real: in torch 2.11 it takes `is_exporting` to be true."""
+    return torch.compiler.is_exporting()
+
+
+_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result
 
 
 def caller() -> FrameType:
