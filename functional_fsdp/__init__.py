@@ -30,6 +30,7 @@ from ._float8 import Float8Weight
 from ._graph import traced as _traced  # noqa: F401
 from ._graph.graph import Lowered, abstract_state, lower
 from ._host_memory import HostTransfer, host_transfer
+from ._init import init
 from ._io.background import async_save
 from ._io.checkpoint import latest_checkpoint, load, save
 from ._io.conversions import Concatenated, Sliced, Stacked, Transposed, conversions_of
@@ -42,7 +43,7 @@ from ._launch.launch import launch, local_mesh, workers
 from ._launch.pool import LaunchError
 from ._launch.workers import Handle, Simulation, WorkerGroup, simulate
 from ._metrics import pmax, pmean, psum
-from ._nn.module import bind, functionalize
+from ._nn.module import bind, buffers, functionalize, units
 from ._nn.skeleton import tie
 from ._optim.adamw import adamw
 from ._optim.optimizer import Optimizer
@@ -63,9 +64,8 @@ from ._simulate import Traffic
 from ._spec.placement import Placement, ddp, hfsdp, hsdp, zero1, zero2, zero3
 from ._spec.precision import Codec, Precision
 from ._spec.spec import Schedule, Spec
-from ._spec.units import units
-from ._state.shard import init, make_layout, shard
-from ._state.state import State, buffers
+from ._state.shard import make_layout, shard
+from ._state.state import State
 from ._storage import FlatBuffer, PackedWeight
 from ._transports import peer_memory as _signals  # noqa: F401
 from ._transports.auto import symmetric

@@ -49,12 +49,12 @@ from ._common.errors import SpecError, TreeError, expect
 from ._common.record import Collective
 from ._common.torch_names import func_interpreter
 from ._common.tree import PathIndex, first_match
-from ._nn.skeleton import is_dtensor, local_part
 from ._plan.layout import LeafInfo, Lies
 from ._runtime.runtime import runtime_of
 from ._spec.placement import Placement, zero3
 from ._spec.precision import Codec
 from ._spec.spec import Spec
+from ._state.shard import is_dtensor, local_part
 from ._storage import FlatBuffer, leaves_of
 
 RULES = ("equal", "sum")
@@ -528,4 +528,4 @@ def _agreed(path: str, own: Own, pattern: str, rules: Own) -> Own:
     return (*lies.values(), *more)
 
 
-provide("axes", by_rules, dtensor_form, with_dtensors)
+provide("axes", with_dtensors)

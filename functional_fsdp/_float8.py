@@ -324,4 +324,4 @@ def _where(buckets: tuple[Bucket, ...], spans: tuple[Span, ...], device: torch.d
     return torch.tensor(found, dtype=torch.int64, device=device)
 
 
-provide("float8", rescale, cast_scaled, Float8Weight, take_float8)
+provide("float8", rescale, cast_scaled, Float8Weight)

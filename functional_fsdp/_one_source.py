@@ -22,10 +22,10 @@ from ._common.errors import SpecError
 from ._common.record import Collective
 from ._common.torch_names import pytree
 from ._common.tree import flatten
-from ._nn.skeleton import is_dtensor
 from ._plan.layout import Layout, Unit, aligned
 from ._runtime.agreement import Topic
 from ._runtime.runtime import Runtime
+from ._state.shard import is_dtensor
 
 ALIGN = 16  # bytes: where a leaf begins
 

@@ -15,13 +15,14 @@ from ._graph.graph import Graph, GraphBuild, graph_of, keep_residuals, point_at_
 from ._graph.traced import base_of, begin_compiled, coordinate_of, given_in
 from ._host_memory import HostBuffer
 from ._nn.module import around_bound_calls, refuse_meta
-from ._nn.skeleton import aliases_of, changed, local_part
+from ._nn.skeleton import aliases_of
 from ._optim.optimizer import put
 from ._plan.cursor import Collision
 from ._runtime.agreement import NewCounts
 from ._shared import torch_names as torch_private
 from ._shared.device import cuda_driver
-from ._storage import aliased_by, clear_padding, spoilt, written_by
+from ._state.shard import local_part
+from ._storage import aliased_by, changed, clear_padding, spoilt, written_by
 from .look.tables import StepMemory, Stretch, find_peak, plan_for, steps_on
 
 __all__ = [

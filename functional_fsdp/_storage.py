@@ -599,6 +599,18 @@ class LentTree:
         return [bucket for bucket, probe, count in self.counters if probe._version != count]
 
 
+def changed(paths: Iterable[str], how: str) -> ScheduleError:
+    """The error for weights of which at least one was changed by a forward."""
+    names = [*map(repr, paths)]
+    more = f", ... ({len(names)} in all)" if len(names) > 3 else ""
+    which = f"the weight {names[0]}" if len(names) == 1 else f"a weight (one of {', '.join(names[:3])}{more})"
+    return ScheduleError(
+        f"the forward changed {which} {how}. Weights come from the state: gathered ones are copies, and the change "
+        "would be lost; replicated ones are the state's own, and it would stay. Compute with a changed copy, as "
+        "weight.clamp(...); or change weights between steps: fsdp.replace_params(state, params)."
+    )
+
+
 def spoilt(where: str = "") -> str:
     """What is wrong with a state of whose own weights some were changed."""
     return (

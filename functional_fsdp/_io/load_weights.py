@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from .._axes import Cuts, whole_shape
-from .._common.calls import alone, provide, verb
+from .._common.calls import alone, verb
 from .._common.device import clone_as
 from .._common.errors import ScheduleError, SpecError, TreeError, as_names, expect
 from .._common.tree import PathIndex, flatten
@@ -240,9 +240,6 @@ def _holds(mine: torch.dtype, theirs: torch.dtype) -> bool:
 
 def _some(names: list[str]) -> str:
     return f"{names[0]!r}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
-
-
-provide("io", weights_given)
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:

@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 
 from .._common.calls import frames_from, refuse, tracing, uninterruptible
-from .._common.errors import SpecError, TreeError
+from .._common.errors import SpecError, TreeError, expect
 from .._common.torch_names import (
     FakeTensor,
     autograd_node,
@@ -31,7 +31,8 @@ from .._common.torch_names import (
     parametrized_anew,
     reparametrize_module,
 )
-from .skeleton import Placeholder, aliases_among, changed, every_buffer, form_of, needs_module, skeleton_of, tied
+from .._storage import changed
+from .skeleton import Placeholder, aliases_among, every_buffer, form_of, needs_module, skeleton_of, tied
 
 Slot = tuple[dict[str, Any], str]  # a dict of parameters or buffers, and a name in it
 
@@ -488,3 +489,43 @@ def validate(
                 f"{verb}: the weight {key!r} has shape {tuple(weight.shape)}; expected {tuple(placeholder.shape)}"
                 f"{f', or {tuple(part)}, the part of a rank' if part else ''}."
             )
+
+
+# ---------------------------------------------------------------- what a module tells of itself
+
+
+def units(model: nn.Module, *types: type) -> list[str]:
+    """The paths of the outermost submodules of `model` that are of one of `types`, for `Spec(units=...)`.
+
+    Raises:
+        SpecError: if there is none, naming the types that the model has.
+
+    >>> units(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), nn.Linear)
+    ['0', '2']
+    """
+    needs_module("units(model, *types)", model)
+    for one in types:
+        try:
+            isinstance(model, one)  # a class, a tuple or a union of them
+        except TypeError:
+            expect("units(model, *types)", one, type, "classes of modules, as nn.Linear")
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if path and isinstance(module, types) and not any(path.startswith(f + ".") for f in found):
+            found.append(path)
+    if not found:
+        names = sorted({type(m).__name__ for m in model.modules()})
+        wanted = ", ".join(t.__name__ for t in types)
+        raise SpecError(f"units(model, {wanted}): the model has no such submodule. It has {', '.join(names)}.")
+    return found
+
+
+def buffers(module: nn.Module, *, every: bool = False) -> dict[str, torch.Tensor]:
+    """Copies of the buffers of a module by path, for `shard(params, spec, optimizer, buffers=buffers(module))`.
+
+    Args:
+        every: those that are not persistent, too: what a forward makes of them then comes back in the new state, each
+            rank's own, and is in checkpoints. For running counts; masks and tables would be copied in each forward.
+    """
+    needs_module("buffers(module)", module)
+    return {path: held[name].detach().clone() for path, held, name in every_buffer(module, persistent=not every)}

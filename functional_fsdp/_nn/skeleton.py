@@ -28,7 +28,6 @@ what the paths got. What has no module to know its ties, a pytree of one's own, 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from operator import is_not
 from typing import Any, TypeVar
@@ -37,23 +36,14 @@ import torch
 import torch.nn as nn
 from torch.nn.parameter import UninitializedParameter
 
-from .._common.calls import outside_inference, provided
-from .._common.errors import ScheduleError, TreeError, expect
+from .._axes import by_rules, dtensor_form
+from .._common.calls import outside_inference
+from .._common.errors import TreeError, expect
 from .._common.torch_names import NoTorchFunction, pytree
 from .._common.tree import flatten
+from .._float8 import take_float8
+from .._state.shard import is_dtensor
 from .copies import Copier, Span, span_of
-
-
-def is_dtensor(t: Any) -> bool:
-    """Whether it is one. Where nobody has imported them, which takes seconds, there are none."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(t, module.DTensor)
-
-
-@torch.no_grad()
-def local_part(t: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, without a graph; another tensor itself."""
-    return t.to_local() if is_dtensor(t) else t  # type: ignore[attr-defined]
 
 
 class Tie:
@@ -112,8 +102,6 @@ def tie(state: Any, grads: Any) -> Any:
     return treedef.unflatten([total[home.get(path, path)] for path in paths])
 
 
-_take_float8 = provided("float8.take_float8")
-_by_rules, _dtensor_form = provided("axes.by_rules"), provided("axes.dtensor_form")
 INSIDE = "Give the module that it was made from."
 TAKEN: dict[tuple[str, str], tuple[str, str]] = {  # (package, class): by what a part was taken over, and what to do
     ("torch", "FSDPModule"): (
@@ -234,7 +222,7 @@ def _rebuild(
 
 def form_of(t: Any) -> Any:
     """How a DTensor lies, or the one that a placeholder stands for; None of other tensors."""
-    return t.form if isinstance(t, Placeholder) else _dtensor_form(t) if is_dtensor(t) else None
+    return t.form if isinstance(t, Placeholder) else dtensor_form(t) if is_dtensor(t) else None
 
 
 def _placeholder(param: torch.Tensor, tie: Tie | None = None) -> Placeholder:
@@ -276,12 +264,12 @@ def skeleton_of(module: M, spec: Any = None) -> M:
         held = skeleton.get_submodule(owner)._parameters
         made_ = held[name] = _placeholder(param, ties.get(aliases.get(path, path)))
         if spec is not None and spec.own and made_.form is not None:
-            made_.form = _by_rules(made_.form, spec.own, path)
+            made_.form = by_rules(made_.form, spec.own, path)
         elif spec is not None and spec.own:
             made_.part = torch.Size(spec.part_of(path, tuple(param.shape)))
         if id(param) in copier.met and memo[id(param)].place is None:
             memo[id(param)].place = held, name
-    _take_float8(skeleton)
+    take_float8(skeleton)
     return skeleton
 
 
@@ -348,15 +336,3 @@ def every_buffer(module: nn.Module, persistent: bool = False) -> Iterator[tuple[
         for name, buffer in part._buffers.items():
             if buffer is not None and not (persistent and name in part._non_persistent_buffers_set):
                 yield f"{path}.{name}" if path else name, part._buffers, name
-
-
-def changed(paths: Iterable[str], how: str) -> ScheduleError:
-    """The error for weights of which at least one was changed by a forward."""
-    names = [*map(repr, paths)]
-    more = f", ... ({len(names)} in all)" if len(names) > 3 else ""
-    which = f"the weight {names[0]}" if len(names) == 1 else f"a weight (one of {', '.join(names[:3])}{more})"
-    return ScheduleError(
-        f"the forward changed {which} {how}. Weights come from the state: gathered ones are copies, and the change "
-        "would be lost; replicated ones are the state's own, and it would stay. Compute with a changed copy, as "
-        "weight.clamp(...); or change weights between steps: fsdp.replace_params(state, params)."
-    )

@@ -38,7 +38,6 @@ import torch.nn as nn
 
 from .._common.errors import SpecError, expect
 from .._common.tree import PathIndex, bytes_text, grouped, prefixes
-from .._nn.skeleton import needs_module
 from .settings import describe_settings, opaque_settings
 
 ByName = Callable[[str], str | None]
@@ -48,32 +47,6 @@ SMALL = 1 << 20  # bytes: not if it is smaller than this
 LAYERS = 4  # so many numbered layers of one form count as what repeats, though they hold no modules
 NUMBER = re.compile("([0-9]+)")
 DEEP = 100  # keys in a path that are looked at for their order
-
-
-def units(model: nn.Module, *types: type) -> list[str]:
-    """The paths of the outermost submodules of `model` that are of one of `types`, for `Spec(units=...)`.
-
-    Raises:
-        SpecError: if there is none, naming the types that the model has.
-
-    >>> units(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), nn.Linear)
-    ['0', '2']
-    """
-    needs_module("units(model, *types)", model)
-    for one in types:
-        try:
-            isinstance(model, one)  # a class, a tuple or a union of them
-        except TypeError:
-            expect("units(model, *types)", one, type, "classes of modules, as nn.Linear")
-    found: list[str] = []
-    for path, module in model.named_modules():
-        if path and isinstance(module, types) and not any(path.startswith(f + ".") for f in found):
-            found.append(path)
-    if not found:
-        names = sorted({type(m).__name__ for m in model.modules()})
-        wanted = ", ".join(t.__name__ for t in types)
-        raise SpecError(f"units(model, {wanted}): the model has no such submodule. It has {', '.join(names)}.")
-    return found
 
 
 class UnitsBy:

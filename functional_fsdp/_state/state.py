@@ -26,7 +26,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.nn as nn
 
 from .._common.calls import alone, guard, leave, ordinary, provided, tracing_now
 from .._common.device import clone_as
@@ -34,12 +33,11 @@ from .._common.errors import FsdpError, StaleStateError
 from .._common.torch_names import pytree
 from .._common.tree import register
 from .._engine.executor import Executor
-from .._nn.skeleton import changed, every_buffer, needs_module
 from .._plan.cursor import Cursor, InFlight
 from .._plan.layout import Bucket, Layout
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.spec import Spec
-from .._storage import FlatBuffer, LentTree, Stored, at_home, spoilt
+from .._storage import FlatBuffer, LentTree, Stored, at_home, changed, spoilt
 
 _graph_plan = provided("graph.graph_plan")
 
@@ -751,14 +749,3 @@ def _unflatten(context: Context, children: tuple[Any, ...]) -> State:
 
 
 register(State, lambda s: (tuple(getattr(s, name) for name in CHILDREN), Context(s)), CHILDREN, _unflatten)
-
-
-def buffers(module: nn.Module, *, every: bool = False) -> dict[str, torch.Tensor]:
-    """Copies of the buffers of a module by path, for `shard(params, spec, optimizer, buffers=buffers(module))`.
-
-    Args:
-        every: those that are not persistent, too: what a forward makes of them then comes back in the new state, each
-            rank's own, and is in checkpoints. For running counts; masks and tables would be copied in each forward.
-    """
-    needs_module("buffers(module)", module)
-    return {path: held[name].detach().clone() for path, held, name in every_buffer(module, persistent=not every)}

@@ -26,6 +26,7 @@ import torch
 import torch.nn as nn
 
 from .._common.errors import SpecError
+from .._init import init
 from .._io.checkpoint import load, save
 from .._io.conversions import conversions_of
 from .._io.foreign import Checkpoint, open_checkpoint
@@ -35,7 +36,6 @@ from .._launch.launch import local_mesh
 from .._optim.adamw import adamw
 from .._spec.precision import Precision
 from .._spec.spec import Spec
-from .._state.shard import init
 
 __all__ = ["convert", "main", "model_of_config"]
 

@@ -14,10 +14,9 @@ import torch.nn as nn
 from support.ranks import each_rank, launch
 
 import functional_fsdp as fsdp
-from functional_fsdp import SpecError, TreeError
+from functional_fsdp import SpecError, TreeError, _init
 from functional_fsdp import _redistribute as _replace
 from functional_fsdp import transforms as T
-from functional_fsdp._state import shard as _init
 from functional_fsdp._state import shard as _shard
 
 Tree = dict[str, torch.Tensor]

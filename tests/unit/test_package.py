@@ -183,8 +183,10 @@ def test_imports_go_in_no_circle(files: list[Path]) -> None:
 SATELLITES: dict[str, set[str]] = {
     "_extend": {"_graph", "_metrics"},  # the same changes in a graph; sums over shards
     "_metrics": {"_graph"},  # the same numbers in a graph
-    "_as_module": {"_export"},
-    "_export": {"_axes"},  # leaves that are cut, joined
+    "_as_module": {"_export", "_nn"},
+    "_nn": {"_axes", "_float8"},  # what a module's DTensors mean; linears that take float8
+    "_export": {"_axes", "_nn"},  # leaves that are cut, joined; what a module adds to its state dict
+    "_init": {"_axes", "_io", "_nn"},  # values that files have
     "_graph": set(),
     "_exact_sums": set(),
     "_one_source": set(),
@@ -199,10 +201,10 @@ SATELLITES: dict[str, set[str]] = {
     "_io": {"_axes", "_export", "_optim_extra", "_redistribute"},  # what checkpoints say of an optimizer, and of leaves
     "_simulate": {"_io"},  # a save that goes on beside the training
     "_launch": {"_io", "_simulate"},
-    "codecs": set(),
+    "codecs": {"_nn"},  # what is no module is refused
     "look": {"_extend", "_host_memory"},  # shards, and gradients by unit; what a step moves
-    "_predict": {"look", "_graph"},  # what draws; states of shapes
-    "convert": {"_io", "_launch"},
+    "_predict": {"look", "_graph", "_nn"},  # what draws; states of shapes; modules
+    "convert": {"_init", "_io", "_launch"},
 }
 
 

@@ -45,7 +45,10 @@ PARTS = (
     ("Dynamo", ("/torch/_dynamo/", "/torch/fx/", "/torch/_guards", "/sympy/")),
     ("graph capture", ("/_cuda_graph/", "/_capture.py")),
     ("agreement of ranks", ("/_runtime/agree", "/_runtime/lanes", "/_runtime/restart", "/_distributed.py")),
-    ("weights and layout", ("/_state/shard", "/_nn/", "/_spec/", "/_plan/", "/_common/device", "/_io/load_weights")),
+    (
+        "weights and layout",
+        ("/_state/shard", "/_init.py", "/_nn/", "/_spec/", "/_plan/", "/_common/device", "/_io/load_weights"),
+    ),
     ("steps", ("functional_fsdp/", "/transforms/")),
 )  # fmt: skip
 OTHER = "elsewhere"  # the program's own code, or a wait for the device in it
