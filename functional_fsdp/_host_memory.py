@@ -54,7 +54,7 @@ from ._common.calls import provide
 from ._common.device import current_device, in_host_memory
 from ._common.errors import ScheduleError, SpecError, expect
 from ._common.record import Mark, Steps
-from ._common.torch_names import disable_current_modes, pytree
+from ._common.torch_names import pytree
 from ._common.tree import bytes_text, register
 from ._optim.optimizer import FILL, runs
 from ._plan.layout import ALIGN, STAGED, Bucket, aligned
@@ -63,7 +63,7 @@ from ._plan.route import States
 from ._runtime.agreement import Leaves
 from ._runtime.runtime import Runtime
 from ._shared.device import being_captured, device_of, pin, unpin
-from ._shared.torch_names import dispatch_modes, storage_at, uses_of
+from ._shared.torch_names import disable_current_modes, dispatch_modes, storage_at, uses_of
 from ._state.state import State
 from ._storage import FlatBuffer, own_part
 from ._verbs import in_place

@@ -28,9 +28,8 @@ from torch.overrides import TorchFunctionMode
 
 from ._axes import dtensor_form, with_dtensors
 from ._common.calls import outside_inference
-from ._common.device import forked_random, seed_generators
 from ._common.errors import FsdpError, SpecError, expect
-from ._common.torch_names import FakeTensor, TorchDispatchMode, disable_current_modes, fake_tensors, pytree, to_scalar
+from ._common.torch_names import FakeTensor, pytree
 from ._engine.gathers import resolve_transport
 from ._io.load_weights import weights_given
 from ._nn.module import buffers
@@ -39,6 +38,8 @@ from ._optim.optimizer import as_optimizer
 from ._plan.layout import Unit
 from ._runtime.agreement import Joint, Topic, agree
 from ._runtime.runtime import runtime_of
+from ._shared.device import forked_random, seed_generators
+from ._shared.torch_names import TorchDispatchMode, disable_current_modes, fake_tensors, to_scalar
 from ._spec.spec import Spec
 from ._state.shard import build, connecting, describe, given, is_dtensor, local_part, needs_spec
 from ._state.state import State

@@ -54,13 +54,20 @@ import torch.distributed as dist
 from ._common.calls import bring_back, must_wait, put_away, users_line
 from ._common.errors import FsdpError
 from ._common.record import QUEUES, Collective, Mark
-from ._common.torch_names import c10d, forward_ad, parametrize
+from ._common.torch_names import c10d
 from ._distributed import HostVote, Levelled
 from ._io import checkpoint
 from ._runtime import runtime
 from ._runtime.lanes import HostLanes
 from ._shared.device import random_state, set_random_state
-from ._shared.torch_names import compile_id, dual_level_verbs, func_transforms, set_forward_enabled
+from ._shared.torch_names import (
+    compile_id,
+    dual_level_verbs,
+    forward_ad,
+    func_transforms,
+    parametrize,
+    set_forward_enabled,
+)
 
 
 class DualLevel:

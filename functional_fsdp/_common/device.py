@@ -92,19 +92,6 @@ def default_generator(device: torch.device) -> torch.Generator | None:
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else None
 
 
-def forked_random(device: torch.device) -> Any:
-    """A context, after which the default generators of the host and of this device are where they were."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
-
-
-def seed_generators(seed: int) -> None:
-    """`torch.manual_seed` for the host and for GPUs. torch's own keeps a stack, in words, for each kind of device that
-    has not been used so far, and does so once more in each call: a quarter of the time in which a model is made."""
-    torch.default_generator.manual_seed(seed)
-    if torch.backends.cuda.is_built():
-        torch.cuda.manual_seed_all(seed)
-
-
 # ---- kernels
 
 

@@ -42,7 +42,7 @@ from torch.utils.flop_counter import flop_registry
 from .._common.calls import KEEPING, lowering, users_line
 from .._common.errors import ScheduleError, expect
 from .._common.record import LANES, Collective
-from .._common.torch_names import FakeTensor, FakeTensorMode, dynamo, fake_tensors, pytree
+from .._common.torch_names import FakeTensor, FakeTensorMode, dynamo, pytree
 from .._common.tree import bytes_text, table
 from .._optim.optimizer import as_optimizer, check_labels
 from .._plan.plan import keeps_copy
@@ -50,7 +50,7 @@ from .._plan.route import states_of
 from .._runtime.runtime import runtime_of
 from .._shared import torch_names
 from .._shared.device import device_of
-from .._shared.torch_names import enable_python_dispatcher
+from .._shared.torch_names import enable_python_dispatcher, fake_tensors
 from .._spec.spec import Spec
 from .._state.shard import describe, make_layout, no_residual
 from .._state.state import Lineage, State, Version

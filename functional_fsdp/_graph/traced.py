@@ -43,14 +43,14 @@ import torch.distributed as dist
 from .._common.calls import provide, refuse, tracing_now
 from .._common.errors import FsdpError, ScheduleError, StaleStateError, TreeError
 from .._common.record import LANES, Collective
-from .._common.torch_names import disable_current_modes, pytree
+from .._common.torch_names import pytree
 from .._optim.optimizer import Sender, check
 from .._plan.layout import Bucket, Layout, Unit
 from .._plan.plan import Records, keeps_copy, make_plan, records
 from .._plan.route import Route, States, Step
 from .._runtime.agreement import ALL, Lacking, Seats
 from .._runtime.runtime import Runtime
-from .._shared.torch_names import functional_collectives
+from .._shared.torch_names import disable_current_modes, functional_collectives
 from .._spec.spec import Spec
 from .._storage import FlatBuffer, clear_padding
 from .._verbs import counting, keep, may_step, put_back, update

@@ -22,15 +22,8 @@ import torch.nn as nn
 
 from .._common.calls import frames_from, refuse, tracing, uninterruptible
 from .._common.errors import SpecError, TreeError, expect
-from .._common.torch_names import (
-    FakeTensor,
-    autograd_node,
-    func_interpreter,
-    is_wrapped,
-    parametrize,
-    parametrized_anew,
-    reparametrize_module,
-)
+from .._common.torch_names import FakeTensor, func_interpreter
+from .._shared.torch_names import autograd_node, is_wrapped, parametrize, parametrized_anew, reparametrize_module
 from .._storage import changed
 from .skeleton import Placeholder, aliases_among, every_buffer, form_of, needs_module, skeleton_of, tied
 

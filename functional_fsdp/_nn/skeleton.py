@@ -39,9 +39,10 @@ from torch.nn.parameter import UninitializedParameter
 from .._axes import by_rules, dtensor_form
 from .._common.calls import outside_inference
 from .._common.errors import TreeError, expect
-from .._common.torch_names import NoTorchFunction, pytree
+from .._common.torch_names import pytree
 from .._common.tree import flatten
 from .._float8 import take_float8
+from .._shared.torch_names import NoTorchFunction
 from .._state.shard import is_dtensor
 from .copies import Copier, Span, span_of
 

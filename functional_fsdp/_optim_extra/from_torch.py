@@ -50,11 +50,12 @@ from .._common.calls import traced_as
 from .._common.device import as_rate, lies_on_host, zeros_as
 from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.record import Collective
-from .._common.torch_names import FakeTensorMode, TorchDispatchMode, pytree
+from .._common.torch_names import FakeTensorMode, pytree
 from .._optim.optimizer import Sender, Tree, UpdatesSome, at, by_label, check_settings, labels_in
 from .._plan.layout import Bucket
 from .._runtime.agreement import Leaves
 from .._shared.device import being_captured
+from .._shared.torch_names import TorchDispatchMode
 from .._storage import FlatBuffer, leaf_shards, no_counts
 from .prove import (
     HOST_READS,

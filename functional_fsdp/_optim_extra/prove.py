@@ -41,7 +41,8 @@ from torch.utils.flop_counter import flop_registry
 
 from .._common.device import lies_on_host
 from .._common.errors import SpecError
-from .._common.torch_names import TorchDispatchMode, pytree
+from .._common.torch_names import pytree
+from .._shared.torch_names import TorchDispatchMode
 
 KNOWN = {
     "LBFGS": ("it keeps a history over all parameters at once, and evaluates the loss anew", "Use fsdp.adamw"),

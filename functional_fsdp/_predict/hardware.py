@@ -24,8 +24,9 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from .._common.errors import SpecError
-from .._common.torch_names import TorchDispatchMode, pytree
+from .._common.torch_names import pytree
 from .._shared.device import device_name
+from .._shared.torch_names import TorchDispatchMode
 
 FREE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "alias")
 JOINED = (

@@ -54,7 +54,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._common.errors import SpecError
 from .._common.record import Collective
-from .._common.torch_names import NoTorchFunction, pytree
+from .._common.torch_names import pytree
 from .._common.tree import bytes_text, table
 from .._graph.graph import abstract_state
 from .._nn.skeleton import aliases_of, every_buffer
@@ -63,6 +63,7 @@ from .._plan.layout import Bucket, Layout, Unit
 from .._plan.plan import Plan, Records, keeps_copy, records
 from .._runtime.runtime import Runtime, runtime_of
 from .._shared.device import best_device, device_name
+from .._shared.torch_names import NoTorchFunction
 from .._spec.spec import Spec
 from .._state.state import State
 from ..look.tables import StepMemory, state_bytes

@@ -11,15 +11,17 @@ What takes long to import is a function here.
 
 from __future__ import annotations
 
+import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from types import CodeType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
@@ -27,20 +29,17 @@ from torch._functorch import eager_transforms as func_transforms  # `JVP_NESTING
 from torch._functorch import predispatch
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters as func_levels
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as without_innermost_level
+
+# forward_ad has `_current_level`: of dual numbers, -1 outside.
+from torch.autograd import forward_ad
 from torch.autograd.graph import _engine_run_backward as run_backward
+from torch.nn.utils import parametrize
+from torch.nn.utils.stateless import _reparametrize_module as reparametrize_module
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 from .._common.torch_names import *
-from .._common.torch_names import (
-    C,
-    FakeTensorMode,
-    OpOverload,
-    TorchDispatchMode,
-    c10d,
-    dynamo,
-    fake_tensors,
-    is_wrapped,
-    pytree,
-)
+from .._common.torch_names import C, FakeTensorMode, OpOverload, c10d, dynamo, pytree
 
 # ---- tensors, many at once: one kernel, or few
 foreach_clamp_max_ = torch._foreach_clamp_max_
@@ -57,6 +56,9 @@ flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 
 # ---- what is going on around a call
+is_wrapped = C._functorch.is_functorch_wrapped_tensor  # whether a tensor is of a torch.func transform
+autograd_node = torch._C._current_autograd_node  # whose backward runs, or None
+NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # a context
 add_batch_dim = C._functorch._add_batch_dim  # a tensor, as one member of a vmap has it: tensor, dim, level
 dual_level_verbs: tuple[tuple[Any, str], ...] = (  # where they are: before torch 2.13 in C++'s module
     ((predispatch, "_enter_dual_level_impl"), (predispatch, "_exit_dual_level_impl"))
@@ -97,6 +99,35 @@ def base_of(t: torch.Tensor) -> torch.Tensor:
 def top_saved_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
     """The innermost saved_tensors_hooks that is under way: (pack, unpack)."""
     return C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def fake_tensors() -> FakeTensorMode:
+    """A mode of fake tensors that is not copied with a tensor: it has weak references to storages, and a copy of one
+    would free a storage twice. Of torch's own class, by which higher-order operators (flex_attention) know it."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    itself = ref(mode)
+    vars(mode)["__deepcopy__"] = lambda memo: itself()
+    return mode
+
+
+class TorchDispatchMode(_python_dispatch.TorchDispatchMode):
+    """torch's. Its first operation does not import Dynamo, which takes a second: frames are kept from Dynamo once
+    something else has imported it."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        raw = cls.__dict__.get("__torch_dispatch__")
+
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
+            disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+            if disable is None:
+                return raw(*args, **kwargs)  # type: ignore[misc]
+            disabled = disable(raw, True, wrapping=False)
+            setattr(raw, "__dynamo_disable", disabled)
+            return disabled(*args, **kwargs)
+
+        if inspect.isfunction(raw):
+            setattr(raw, "__dynamo_disable", dispatch)  # where torch keeps what it calls
+        super().__init_subclass__(**kwargs)
 
 
 class OperationMode(TorchDispatchMode):
@@ -141,6 +172,24 @@ def fakes_that_die(cached: bool = False) -> FakeTensorMode:
     return mode
 
 
+AS_IT_IS = nullcontext()
+
+
+def parametrized_anew() -> AbstractContextManager[None]:
+    """Within, `torch.nn.utils.parametrize.cached()`, if it is open, has nothing of before, and after it what it had. It
+    keeps values by module, and here a module has other weights from one call to the next."""
+    return _put_aside() if parametrize._cache_enabled else AS_IT_IS
+
+
+@contextmanager
+def _put_aside() -> Iterator[None]:
+    before, parametrize._cache = parametrize._cache, {}
+    try:
+        yield
+    finally:
+        parametrize._cache = before
+
+
 def dispatch_kept() -> AbstractContextManager[None]:
     """After it this thread's dispatcher is as before, also where torch leaves it changed: a forward-mode derivative
     that cannot be traced does."""
@@ -155,6 +204,7 @@ override_stale_capture_stream: Any = getattr(C, "_override_stale_capture_stream"
 set_override_stale_capture_stream: Any = getattr(C, "_set_override_stale_capture_stream", None)
 
 # ---- operators
+to_scalar: Any = torch.ops.aten._local_scalar_dense.default  # Tensor.item
 functional_collectives: Any = torch.ops._c10d_functional
 without_memory: Any = torch.ops.aten._efficientzerotensor.default  # what forward-mode derivatives make of a zero
 

@@ -35,8 +35,8 @@ import torch.nn.functional as F
 
 from .._common.calls import traced_as
 from .._common.errors import SpecError, expect
-from .._common.torch_names import disable_current_modes
 from .._nn.skeleton import needs_module
+from .._shared.torch_names import disable_current_modes
 from .._spec.precision import Codec, Form, Planes, Shape
 from .._storage import PackedWeight
 from .kernels import Blocked
