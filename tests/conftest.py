@@ -9,13 +9,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
-import hypothesis
 import pytest
-import torch
-
-from functional_fsdp._launch import pool
-from functional_fsdp._launch.launch import stop_workers
-from functional_fsdp._shared.device import forks_after_inductor
 
 # Files that take longest come first, and processes share each of them a function at a time, all others a file at a
 # time: so processes are done at about the same time.
@@ -27,13 +21,20 @@ LONG = (
 )  # fmt: skip
 WHOLE = ("test_examples",)  # long, but tests share what a test before them has made
 
-hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one may take a second for anything
-hypothesis.settings.load_profile("any machine")
 
-
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # what is imported now stays for good: looking for garbage in it would take a third of the time
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what runs in the background without it
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        return  # all others wait until this process, which only shares the tests out, has begun
+    import hypothesis
+    import torch
+
+    from functional_fsdp._shared.device import forks_after_inductor
+    from functional_fsdp._launch import pool
+
+    hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one may take a second for anything
+    hypothesis.settings.load_profile("any machine")
     if os.environ.setdefault("OMP_NUM_THREADS", "1") == "1":  # torch's sums go by threads, and processes share them
         torch.set_num_threads(1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes, each of which imports torch
@@ -71,6 +72,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def own_workers(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a file leaves in its workers does not depend on the files that came before; and the threads of process
     groups that nobody uses any more take their share of the cores. (On GPUs workers begin slowly.)"""
+    from functional_fsdp._launch.launch import stop_workers
+
     yield
     if request.path.parent.name != "gpu":
         stop_workers()
@@ -86,6 +89,8 @@ def same_dispatcher() -> Iterator[None]:
 
 
 def dispatcher() -> tuple[str, str, int]:
+    import torch
+
     sets = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     return str(sets[0]), str(sets[1]), torch._C._len_torch_function_stack()
 
@@ -100,4 +105,6 @@ def few_groups(request: pytest.FixtureRequest) -> None:
     counts = request.session.stash.setdefault(_GROUPED, {})
     counts[request.path] = counts.get(request.path, 0) + 1
     if counts[request.path] % FEW == 0:
+        from functional_fsdp._launch.launch import stop_workers
+
         stop_workers()
