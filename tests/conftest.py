@@ -29,9 +29,10 @@ def pytest_configure(config: pytest.Config) -> None:
         return  # all others wait until this process, which only shares the tests out, has begun
     import hypothesis
     import torch
+    from support.tables import FULL
 
-    from functional_fsdp._shared.device import forks_after_inductor
     from functional_fsdp._launch import pool
+    from functional_fsdp._shared.device import forks_after_inductor
 
     hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one may take a second for anything
     hypothesis.settings.load_profile("any machine")
@@ -39,7 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes, each of which imports torch
     pool.PRELOAD[:] = ["pytest", "hypothesis", "support.problems"]
-    if forks_after_inductor():  # where there are GPUs, whatever may ask about them is each rank's own to import
+    # where there are GPUs, whatever may ask about them is each rank's own to import; `make test` has it on no ranks
+    if FULL and forks_after_inductor():
         pool.PRELOAD.append("transformers.models.llama.modeling_llama")
 
 

@@ -41,7 +41,6 @@ from torch.utils.flop_counter import flop_registry
 
 from .._common.device import lies_on_host
 from .._common.errors import SpecError
-from .._common.torch_names import pytree
 from .._shared.torch_names import TorchDispatchMode
 
 KNOWN = {
@@ -400,6 +399,7 @@ READS = {
     "numel": "the number of elements", "nelement": "the number of elements", "__len__": "the length",
     "requires_grad": "requires_grad", "numpy": "values", "tolist": "values", "__array__": "values", "stride": "strides",
 }  # fmt: skip
+ARGUMENTS = (torch.Tensor, list, tuple)
 LATE = (99, 999, 9_999, 99_999)  # counts at which branches are looked for
 LACKS = {1: range(3), 3: range(2, 5), 4: range(7, 9)}  # steps in which a leaf gets no gradient, by leaf
 Shapes = Sequence[tuple[int, ...]]
@@ -482,7 +482,6 @@ class Watch(TorchDispatchMode):
         name = func._schema.name.split("::")[-1]
         self.names.append(name)
         out = func(*args, **kwargs)
-        flat = pytree.tree_leaves((args, kwargs))
         rows: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
         lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a]
         lists = [a for a in lists if isinstance(a[0], torch.Tensor)]
@@ -491,8 +490,7 @@ class Watch(TorchDispatchMode):
             outs = list(out) if isinstance(out, list | tuple) and out and isinstance(out[0], torch.Tensor) else []
             rows = [([one[i] for one in lists if i < len(one)] + shared, outs[i : i + 1]) for i in range(len(lists[0]))]
         else:
-            ins = [t for t in flat if isinstance(t, torch.Tensor)]
-            rows = [(ins, [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)])]
+            rows = [(_tensors((*args, *kwargs.values())), _tensors((out,)))]
         for ins, outs in rows:
             self.alive += [*ins, *outs]
             self._look(func, name, ins, outs, args)
@@ -569,6 +567,12 @@ class Watch(TorchDispatchMode):
                 packet is not None and any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
             )
         return False
+
+
+def _tensors(args: Iterable[Any]) -> list[torch.Tensor]:
+    """Of an operation's arguments, and of lists among them."""
+    each = ([one] if isinstance(one, torch.Tensor) else _tensors(one) for one in args if isinstance(one, ARGUMENTS))
+    return [tensor for some in each for tensor in some]
 
 
 class Reads(TorchFunctionMode):
@@ -690,7 +694,7 @@ def _observed(
     make: Any, hand_over: Any, steps: int, rates: Mapping[int, float] | None, shapes: Shapes,
     dtype: torch.dtype, lacks: Mapping[int, range],
 ) -> Observed:  # fmt: skip
-    params = _weights(shapes, dtype)
+    params = [_weight(i, shape, dtype) for i, shape in enumerate(shapes)]
     watch = Watch([p.numel() for p in params])
     optimizer = make(params)
     give_names(optimizer, map(str, range(len(params))), lambda: watch.note("leaf", "Python reads the name of a leaf"))
@@ -702,7 +706,8 @@ def _observed(
                 watch.touch(one, i)
 
     def step_of(step: int) -> None:
-        for i, (param, grad) in enumerate(zip(params, _gradients(step, shapes, dtype, lacks), strict=True)):
+        for i, param in enumerate(params):
+            grad = _gradient(step, i, shapes[i], dtype, lacks)
             hand_over(param, grad)
             watch.touch(param, i)
             if grad is not None:
@@ -754,11 +759,11 @@ def _apart(
     """The first leaf that comes out otherwise if it is alone; but for one beside it where it has no gradient, so that
     what the class counts by itself goes on."""
     for i, wanted in enumerate(together):
-        param, other = _weights(shapes, dtype)[i], _weights(shapes, dtype)[i]
+        param, other = (_weight(i, shapes[i], dtype) for _ in range(2))
         optimizer = make([param, other] if i in lacks else [param])
         give_names(optimizer, [str(i), "another"][: 1 + (i in lacks)], lambda: None)
         for step in range(steps):
-            grad = _gradients(step, shapes, dtype, lacks)[i]
+            grad = _gradient(step, i, shapes[i], dtype, lacks)
             hand_over(param, grad)
             hand_over(other, torch.zeros_like(other) if grad is None else None)
             _rate(optimizer, rates, step)
@@ -780,18 +785,17 @@ def numbers_like(shape: Sequence[int], seed: int) -> torch.Tensor:
     return torch.sin(12.9898 * i + 78.233 * torch.sin(4.1414 * i + seed)).view(tuple(shape))
 
 
-def _weights(shapes: Shapes, dtype: torch.dtype) -> list[torch.Tensor]:
-    return [torch.nn.Parameter(numbers_like(shape, 100 + i).to(dtype)) for i, shape in enumerate(shapes)]
+def _weight(i: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.nn.Parameter(numbers_like(shape, 100 + i).to(dtype))
 
 
-def _gradients(step: int, shapes: Shapes, dtype: torch.dtype, lacks: Mapping[int, range]) -> list[torch.Tensor | None]:
+def _gradient(
+    step: int, i: int, shape: Sequence[int], dtype: torch.dtype, lacks: Mapping[int, range]
+) -> torch.Tensor | None:
+    if step in lacks.get(i, ()):
+        return None
     scales = (1.0, 1e-4, 30.0, 1e4, 1e-2)
-    return [
-        None
-        if step in lacks.get(i, ())
-        else numbers_like(shape, 1000 * step + i).to(dtype) * scales[(step // 3 + i) % len(scales)]
-        for i, shape in enumerate(shapes)
-    ]
+    return numbers_like(shape, 1000 * step + i).to(dtype) * scales[(step // 3 + i) % len(scales)]
 
 
 def beside(optimizer: Any) -> dict[str, Any]:
