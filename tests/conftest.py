@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
@@ -52,6 +54,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    if "torch._dynamo" in sys.modules:
+        importlib.import_module("support.guards")
+        sys.modules["functional_fsdp._launch.pool"].PRELOAD.append("support.guards")
     gc.freeze()  # nor is it looked at again by each full collection
     gc.enable()
     gc.set_threshold(20_000, 20, 20)  # full ones are rare: a test that needs one asks for it
