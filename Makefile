@@ -53,9 +53,8 @@ style: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-logo --no-cache
 
-types: $(READY)  # mypy takes one core a minute, the first time; tests/gpu run by hand: that each has its fixtures
+types: $(READY)  # mypy takes one core a minute, the first time
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n0 --setup-plan tests/gpu >/dev/null
 
 lint: style types
 

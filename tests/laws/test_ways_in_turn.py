@@ -23,7 +23,7 @@ TURNS = ("eager", "compiled", "T", "eager", "T", "T", "compiled", "compiled", "e
 
 def problem(preset: str, loop: str, transport: str = "collective") -> tuple[fsdp.State, Any]:
     mesh, placement = mesh_and_placement(preset)
-    params, model = fsdp.functionalize(net(torch.float64, BLOCKS))
+    params, model = fsdp.functionalize(net(torch.float64, BLOCKS if FULL else 0))  # `test_ways` has a block
     state = fsdp.shard(params, fsdp.Spec(mesh, placement, transport=transport), fsdp.adamw(lr=1e-2, weight_decay=0.1))
 
     def train_step(state: fsdp.State, batches: Any) -> Any:

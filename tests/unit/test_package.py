@@ -427,3 +427,9 @@ print({"torch._dynamo", "torch._inductor", "sympy", "torch.onnx"} & {*sys.module
     env = os.environ | {"PYTHONHASHSEED": "12345"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, env=env)
     assert done.stdout.split() == ["set()", "set()", layout_hash()]
+
+
+def test_every_test_that_is_run_by_hand_has_its_fixtures() -> None:
+    """Of tests/gpu, some of whose files are called as others here."""
+    settings = ["-q", "-n0", "-p", "no:cacheprovider", "--import-mode=importlib", "--setup-plan"]
+    assert pytest.main([*settings, str(ROOT / "tests" / "gpu")]) == 0
