@@ -569,6 +569,48 @@ def test_a_higher_order_operator_computes_what_it_does_in_an_eager_step(how: str
     torch.testing.assert_close(found[1], found[0])
 
 
+class Chosen(nn.Module):
+    """A branch that reads weights of its unit: as they are, or copies. With `unit` it calls a module."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.reads, self.inner, self.scale = reads, nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        given = {name: t.clone() if self.reads == "copies" else t for name, t in self.inner.named_parameters()}
+        run = self.inner if self.reads == "unit" else lambda x: F.linear(x, **given).tanh()
+        return torch.cond(x.sum() > 0, run, lambda x: x.cos(), (x,))
+
+
+@pytest.mark.parametrize("how", ["eager", "units", "whole"])
+def test_branches_read_copies_of_the_weights_of_a_unit(how: str) -> None:
+    """Weights of a unit share memory, which torch refuses; and no unit is gathered within a branch."""
+
+    def run(reads: str) -> fsdp.State:
+        module = nn.Sequential(Chosen(reads), nn.Linear(WIDTH, 1)).double()
+        module.load_state_dict(weights)
+        params, model = fsdp.functionalize(module)
+        units = ["0.inner", "1"] if reads == "unit" else ["0", "1"]
+        state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), units=units), fsdp.sgd(lr=1.0))
+        if how == "units" and reads != "unit":
+            model = T.compile_units(model, "0", backend="aot_eager")
+        step = step_of(model, lambda model, x: model(x).square().mean())
+        return (T.compile(step, "aot_eager") if how == "whole" else step)(state, x)[0]
+
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64).abs()
+    plain = nn.Sequential(Chosen("copies"), nn.Linear(WIDTH, 1)).double()
+    weights = {path: t.clone() for path, t in plain.state_dict().items()}
+    plain(x).square().mean().backward()
+    expected = {path: weights[path] - p.grad for path, p in plain.named_parameters()}
+    torch.testing.assert_close(fsdp.state_dict(run("copies")), expected)
+    torch._dynamo.reset()  # of what it has compiled for the copies
+    with pytest.raises(SpecError, match=r"the module '0'.* torch.cond, .* share memory.*layer.weight.clone\(\)"):
+        run("weights")
+    with pytest.raises(ScheduleError, match=r"torch\.cond traces its branches: call units outside"):
+        run("unit")
+
+
 def test_random_numbers_within_a_higher_order_operator_are_refused() -> None:
     """Whichever branch runs: both are in the graph."""
     state, model = state_of(Branches(F.dropout), fsdp.buffers(Branches()))

@@ -490,7 +490,8 @@ class Compiled:
                 "of other shapes, give equal ones, or dynamic=True; or raise the limit, "
                 "torch._dynamo.config.recompile_limit."
             ) from error
-        except (dynamo.exc.Unsupported, dynamo.exc.UserError) as error:
+        except (dynamo.exc.Unsupported, dynamo.exc.UserError, dynamo.exc.UncapturedHigherOrderOpError) as error:
+            refuse_shared(error, repr(self))
             raise SpecError(
                 f"compile: {self!r} does not compile as one graph: {_why(error)}. Change its "
                 "code, allow graph breaks with fullgraph=False, or compile other modules only: "
@@ -501,8 +502,23 @@ class Compiled:
 def _why(error: Exception) -> str:
     """What Dynamo says in its first line, and the exception that the code itself raised, if it did."""
     lines = [line.strip().rstrip(".") for line in str(error).strip().splitlines()]
+    lines = [line for line in lines if line and not line.endswith(":")] or lines
     found = [line.removeprefix("Developer debug context: ") for line in lines if "context: raised exception" in line]
     return ", ".join([lines[0], *found])
+
+
+def refuse_shared(error: Exception, where: str) -> None:
+    """Raise what an error means if it is torch's refusal of a higher-order operator that reads two weights of a buffer.
+
+    Raises:
+        SpecError: it is.
+    """
+    if "Input-to-input aliasing" in str(error):
+        raise SpecError(
+            f"{where} calls a higher-order operator, as torch.cond, whose functions read tensors that share memory, "
+            "which torch refuses where gradients are recorded. Weights of a unit share it: they lie in one buffer. "
+            "Give it copies, made before: w, b = layer.weight.clone(), layer.bias.clone(); torch.cond(..., (x, w, b))."
+        ) from error
 
 
 def _call(unit: Compiled, what: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -208,7 +208,9 @@ class TracedDriver(Driver):
             self._stop()
 
     def refuse_tracer(self) -> None:
-        """This tracer is the package's own."""
+        """Refuse Dynamo, as in a branch of `torch.cond`; another tracer is the package's own."""
+        if torch.compiler.is_dynamo_compiling():
+            super().refuse_tracer()
 
     def regathered(self, call: UnitUse) -> None:
         """Leave the mark: from here on this gather stands for the forward's."""

@@ -34,7 +34,7 @@ import torch.nn.modules.module as GLOBAL
 from functional_fsdp import PackedWeight, ScheduleError
 from functional_fsdp._seams import changed, local_part, ranged, torch_private
 
-from .._compile.compile_units import Compiled, Compiler, own_class
+from .._compile.compile_units import Compiled, Compiler, own_class, refuse_shared
 from .._modules import Leaf, UnitModule, map_tensors, on_copies, once_a_class, subclass, tensors_in
 from .buffers import WriteWatch, clear, place, version
 from .unit_uses import (
@@ -639,6 +639,7 @@ class UnitCall:
             self.check(use)
         except Exception as error:  # say what it means, or where it was raised
             path = self.path
+            refuse_shared(error, f"the module {path!r}" if path else "the model itself")
             refuse_dtypes(error, (args, kwargs), self.dtypes, f"the module {path!r}", self.module, path)
             note_module(error, path, (args, kwargs))
             raise

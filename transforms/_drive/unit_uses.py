@@ -504,9 +504,10 @@ def traced_by(tool: str) -> str:
     return (
         f"{tool} traces a model that T.apply or T.forward_backward drives: inside the function that they were given, "
         "or inside the model. A trace keeps weights to use them later, and these are gathered for one call at a time. "
-        "Nothing was gathered for the trace, and the state goes on. To compile units: T.forward_backward(..., "
-        "compile=True), or T.compile_units; the whole step: T.compile. To export or trace the model: "
-        "fsdp.as_module(model, state). For derivatives of derivatives: T.forward_backward(..., second_order=True)."
+        "Nothing was gathered for the trace, and the state goes on. torch.cond traces its branches: call units outside "
+        "of them. To compile units: T.forward_backward(..., compile=True), or T.compile_units; the whole step: "
+        "T.compile. To export or trace the model: fsdp.as_module(model, state). For derivatives of derivatives: "
+        "T.forward_backward(..., second_order=True)."
     )
 
 
