@@ -244,12 +244,17 @@ def test_a_signature_is_shapes_dtypes_and_what_is_no_tensor() -> None:
     assert of(x, 1) == of(x + 1, 1)
     assert len({of(x), of(x.double()), of(x[:2]), of(x, 1), of(x, 1.0), of(x, True), of([x]), of({"x": x})}) == 8
     assert of(x, frozenset({1, 2})) == of(x, frozenset({2, 1}))
-    told = [Said(1), Said(True), Said(0.0), Said(-0.0), Said(1, 2), Said((1, 2)), Said((True, 2))]
-    assert len({of(x, one) for one in (*told, *map(copy.copy, told))}) == len(told)
+    told = [
+        Said(1), Said(True), Said(0.0), Said(-0.0), Said(1, 2), Said((1, 2)), Said((True, 2)), Said([1, 2]),
+        Said({1, 2}), Said({1: [2]}), Said({1: [True]}),
+    ]  # fmt: skip
+    assert len({of(x, one) for one in (*told, *map(copy.deepcopy, told))}) == len(told)
     with pytest.raises(TreeError, match="one state, its first argument"):
         of(state)
     with pytest.raises(TreeError, match=r"the batch has a ndarray.*Pass it as a tensor"):
         of(np.zeros(3))
+    with pytest.raises(TreeError, match=r"the batch has a Said whose field 'more' is a ndarray"):
+        of(Said(1, np.zeros(3)))  # type: ignore[arg-type]
     assert len({of(0.1), of(0.1 + 1e-18), of(0.1 + 1e-16), of(0.0), of(-0.0), of(math.nan), of(math.nan)}) == 5
 
 

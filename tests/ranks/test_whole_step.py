@@ -464,6 +464,31 @@ def test_arguments_that_are_equal_and_not_the_same_are_traced_anew() -> None:
         assert programs.count == 3
 
 
+@dataclass(frozen=True)
+class Table:
+    entries: Any = field(default_factory=dict, compare=False)
+
+    def read(self) -> Any:
+        return self.entries
+
+
+def test_lists_and_dicts_in_frozen_dataclasses_are_compared_by_what_they_hold() -> None:
+    state, model = state_of(Layers())
+    train_step = step_of(model)
+    step = T.compile(lambda state, x, table: train_step(state, x * table.entries["scale"][0]), "aot_eager")
+    table = Table({"scale": [2.0], "names": {"a"}})
+    with Counted() as programs:
+        for scale in (2.0, 3.0, 2.0):
+            table.entries["scale"][0] = scale
+            state, _ = step(state, X, table)
+            state, _ = step(state, X, copy.deepcopy(table))
+        assert programs.count == 2
+    with pytest.raises(SpecError, match="is a Table whose field 'entries' is a ndarray, whose contents may change"):
+        step(state, X, Table(np.zeros(2)))
+    with pytest.raises(SpecError, match="is a method, whose contents may change"):
+        step(state, X, Table().read)
+
+
 class Named(float):
     def __repr__(self) -> str:
         return "rate"

@@ -254,12 +254,12 @@ def kind_of(leaf: Any) -> Any:
 def exact(value: Any) -> Any:
     """Equal for values that no Python can tell apart. `==` says so of more: of 0.0 and -0.0, of ranges that count
     alike, of one moment in two time zones, and, in a frozen dataclass, of 1 and True, and whatever a field holds that
-    is not compared. Of two NaNs it does not."""
+    is not compared. Of two NaNs it does not. Lists, dicts and sets in it are what they hold now."""
     found: Any = value
-    if isinstance(value, frozenset):
+    if isinstance(value, frozenset | set):
         found = frozenset(map(exact, value))
-    elif isinstance(value, tuple):
-        found = (*map(exact, value),)
+    elif isinstance(value, tuple) or type(value) in (list, dict):
+        found = (*map(exact, value.items() if type(value) is dict else value),)
     elif _frozen(value):
         found = tuple(exact(getattr(value, field.name)) for field in fields(value))
     elif isinstance(value, SHOWN) or _of_numpy(value):
@@ -333,23 +333,31 @@ def refuse_mutable(state: Any, args: Any, kwargs: Any) -> None:
     for name, leaf in named(state, args, kwargs):
         if not isinstance(leaf, torch.Tensor) and not _fixed(leaf):
             raise SpecError(
-                f"compile: {name} is a {type(leaf).__name__}, whose contents may change. The step's Python runs once, "
+                f"compile: {name} is a {kind(leaf, _fixed)}, whose contents may change. The step's Python runs once, "
                 "so a graph would keep what is in it now. Give tensors in tuples, lists or dicts, and numbers or "
                 "strings; let the step itself hold what never changes, as a model."
             )
 
 
-def _fixed(value: Any) -> bool:
-    """Whether a value never changes."""
-    if isinstance(value, tuple | frozenset):
-        return all(map(_fixed, value))
+def _fixed(value: Any, seen: bool = True) -> bool:
+    """Whether a value never changes. seen: or so that `exact` sees it, which looks into no method and no partial."""
+    if isinstance(value, tuple | frozenset) or (seen and (isinstance(value, set) or type(value) in (list, dict))):
+        return all(_fixed(part, seen) for part in (value.items() if type(value) is dict else value))
     if isinstance(value, types.MethodType):
-        return _fixed(value.__self__)
+        return _fixed(value.__self__, False)
     if isinstance(value, partial):
-        return all(map(_fixed, (value.func, *value.args, *value.keywords.values())))
+        return all(_fixed(part, False) for part in (value.func, *value.args, *value.keywords.values()))
     if _frozen(value):
-        return all(_fixed(getattr(value, field.name)) for field in fields(value))
+        return all(_fixed(getattr(value, field.name), seen) for field in fields(value))
     return isinstance(value, FIXED) or _of_numpy(value)
+
+
+def kind(value: Any, fits: Callable[[Any], bool]) -> str:
+    """Its class, and of a frozen dataclass the first field that does not fit."""
+    for field in fields(value) if _frozen(value) else ():
+        if not fits(part := getattr(value, field.name)):
+            return f"{type(value).__name__} whose field {field.name!r} is a {kind(part, fits)}"
+    return type(value).__name__
 
 
 def _frozen(value: Any) -> bool:

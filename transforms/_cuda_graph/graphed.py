@@ -47,7 +47,7 @@ from functional_fsdp._seams import Capture, NewCounts, Veto, Vetoed, outside_inf
 from functional_fsdp.extend import Ranks, all_reduce, check_between_steps, lineage_of, ranks_of
 
 from .._compile.startup import waiting
-from .._compile.whole_step import exact
+from .._compile.whole_step import exact, kind
 from .._seed import again_from, check_draws, reseed
 from .capturing import KEPT, GraphBuffers, captured, root_of, stale_streams_followed
 from .host_traffic import Answering, Guard, Randoms, Recording, Sides, Steadiness
@@ -117,6 +117,14 @@ def structure(state: State) -> Any:
     return Kind(state), pytree.tree_structure(trees)
 
 
+def _hashable(value: Any) -> bool:
+    try:
+        hash(exact(value))
+    except TypeError:
+        return False
+    return True
+
+
 def signature(state: State, leaves: list[Any], treedef: Any) -> Any:
     """Equal for calls that are captured alike: shapes and dtypes of tensors, and everything else as it is; and the
     buckets of which the optimizer counts steps by leaf.
@@ -131,14 +139,12 @@ def signature(state: State, leaves: list[Any], treedef: Any) -> Any:
         elif isinstance(leaf, State):
             raise TreeError("cuda_graph: a State among the batch; a captured step has one state, its first argument.")
         else:
-            try:
-                hash(kind := exact(leaf))
-            except TypeError:
+            if not _hashable(leaf):
                 raise TreeError(
-                    f"cuda_graph: the batch has a {type(leaf).__name__}, which a captured step would take for the one "
-                    "it saw first. Pass it as a tensor."
-                ) from None
-            found.append(kind)
+                    f"cuda_graph: the batch has a {kind(leaf, _hashable)}, which a captured step would take for the "
+                    "one it saw first. Pass it as a tensor, or let the step itself hold what never changes."
+                )
+            found.append(exact(leaf))
     counted = getattr(state.optimizer, "counted", None)  # what it counts steps of may become more
     return treedef, tuple(found), Kind(state), counted and counted(state.opt)
 
