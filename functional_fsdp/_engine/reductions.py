@@ -618,12 +618,11 @@ class Reductions:
         return self.progress.position[("empty" if unit in self.hollow else "reduce") + of, (unit,)]
 
     def compare_equal(self) -> None:
-        """In debug mode, at the first step: gradients that are to be equal along axes of the model's own are.
+        """In debug mode, at the first finite step: gradients that are to be equal along axes of the model's own are.
 
         Collective, where there are any.
         """
-        if self.check is not None:
-            self.check.compare()
+        if self.check is not None and self.check.compare():
             self.check = None
 
     def keep(self, index: int, unit: str, values: Values, last: bool) -> None:

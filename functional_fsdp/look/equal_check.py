@@ -54,14 +54,18 @@ class EqualCheck:
                 before = self.found.get(path)
                 self.found[path] = _numbers(value) if before is None else before + _numbers(value)
 
-    def compare(self) -> None:
-        """Compare along each axis; every rank calls it, and all raise where a rule is wrong.
+    def compare(self) -> bool:
+        """Compare along each axis; every rank calls it, and all raise where a rule is wrong. Returns whether all were
+        compared: a leaf that is not finite on a rank, as in a step that will be skipped, says nothing.
 
         Raises:
             SpecError: naming the first leaf of which this is so.
         """
         none = torch.zeros(NUMBERS, dtype=torch.float64, device=self.run.device)
         mine = torch.stack([self.found.get(rule.path, none) for rule in self.rules])
+        self.found.clear()
+        strange = (~mine.isfinite()).any(1)
+        mine[strange] = 0.0
         largest, smallest = mine.clone(), (-mine).clone()
         for axis in dict.fromkeys(rule.axis for rule in self.rules):
             which = [i for i, rule in enumerate(self.rules) if rule.axis == axis]
@@ -71,12 +75,14 @@ class EqualCheck:
         scale = largest[:, 0].sqrt()
         alike = spread <= CLOSE * scale.clamp(min=1e-300)
         summed = torch.tensor([rule.summed for rule in self.rules], device=self.run.device)
-        wrong = torch.where(summed, alike & (scale > 0), ~alike).double()
+        judged = torch.stack([torch.where(summed, alike & (scale > 0), ~alike), strange]).double()
         for axis in self.run.sizes:
-            wrong = self._most(axis, wrong)
-        bad = wrong.nonzero().flatten().tolist()
+            judged = self._most(axis, judged)
+        wrong, unknown = judged.bool()
+        bad = (wrong & ~unknown).nonzero().flatten().tolist()
         if bad:
             self._refuse(bad[0])
+        return not unknown.any()
 
     def _most(self, axis: str, numbers: torch.Tensor) -> torch.Tensor:
         if self.run.sizes[axis] == 1:

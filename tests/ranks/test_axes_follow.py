@@ -365,6 +365,32 @@ def test_a_gradient_that_differs_in_one_group_stops_every_rank() -> None:
         assert all("ranks came to different gradients" in said for said in ranks(equal_but_on_one_rank).get())
 
 
+def not_finite_at_first(wrong: bool) -> tuple[int, str, str]:
+    """What is said of gradients of two steps, the first of which one data rank has as NaN."""
+    mesh = fsdp.local_mesh()
+    spec = fsdp.Spec(mesh, fsdp.zero3("data"), own={"w": "tp"}, schedule=fsdp.Schedule(debug=True))
+    state = fsdp.shard({"w": torch.ones(4)}, spec, fsdp.sgd(lr=0.1))
+    said = ["", ""]
+    for i, by in enumerate(
+        (float("nan") if mesh.get_local_rank("data") else 1.0, 1.0 + (wrong and mesh.get_rank() == 3))
+    ):
+        state, params = fsdp.unshard(state)
+        state = fsdp.reduce(state, {"w": params["w"] * by})
+        try:
+            state = T.skip_nonfinite(fsdp.step)(state)
+        except fsdp.SpecError as error:
+            said[i] = str(error)
+    return int(state.extras["skipped"]), said[0], said[1]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_gradients_that_are_not_finite_are_compared_in_a_later_step(wrong: bool) -> None:
+    with simulate(data=2, tp=2) as ranks:
+        for skipped, before, said in by_rank(ranks(not_finite_at_first, wrong)):
+            assert (skipped, before) == (1, "")
+            assert ("ranks came to different gradients" in said) is wrong
+
+
 def test_ranks_that_say_other_rules_are_refused() -> None:
     def parted() -> None:
         mesh = fsdp.local_mesh()
