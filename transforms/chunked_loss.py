@@ -300,7 +300,8 @@ def chunked_loss(
     Raises:
         SpecError: a head that is not found, or is not linear; a model that does something between its hidden states
             and its head, or to its logits, as one that caps them: give `hidden`, where that is before the head. Of
-            transformers' models that is looked at on tensors without memory.
+            transformers' models that is looked at on tensors without memory. When it is called: a head that is cut
+            along an axis of the model's own (`Spec(own=)`).
 
     Collective: none of its own.
 
@@ -376,6 +377,13 @@ def _with_loss(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, input: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         if labels is None:
             return F.linear(input, self.weight, self.bias)
+        if self.weight.shape[-2] != self.out_features:
+            refuse(
+                "SpecError",
+                f"chunked_loss: the head has {self.weight.shape[-2]:,} of its {self.out_features:,} rows on this rank, "
+                "cut along an axis of the model's own, and the loss would be of these words alone. Leave the head "
+                "whole, as Spec(own={'head.*': 'tp'}); or take the loss of cut logits by T.collectives (pmax, psum).",
+            )
         return linear_cross_entropy(input, self.weight, labels, self.bias, **vars(self)["_loss_rule"]._asdict())
 
     return subclass(cls, forward=forward)

@@ -12,9 +12,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from _gpt import GPT, Config
-from support.driven import refused, start
+from support.driven import raised, refused, start
 from support.problems import full_grads, largest
-from support.ranks import each_rank
+from support.ranks import by_rank, each_rank
 from support.tables import marked
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -404,3 +404,24 @@ def test_a_head_that_is_not_found_is_refused() -> None:
         (lambda: T.chunked_loss(model, head="norm", hidden=GPT.features), "the head 'norm' of GPT is a RMSNorm"),
         (lambda: in_chunks(model)[1](model), "without labels"),
     )
+
+
+def head_along(rule: Any) -> tuple[str, float]:
+    """What is said of a head that lies so along "tp", and how far its loss is from the plain one."""
+    torch.manual_seed(0)
+    module, tokens = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8)).double(), torch.arange(4)
+    spec = fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data"), own={"1.*": rule, "*": "tp"})
+    params, model = fsdp.functionalize(module, spec)
+    model, loss_fn = T.chunked_loss(model, head="1", hidden=lambda model, tokens: model[0](tokens), chunks=2)
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
+    found: list[float] = []
+    said = raised(lambda: found.append(T.forward_backward(model, loss_fn)(state, tokens, tokens)[1].item()))
+    return said, abs(sum(found) - F.cross_entropy(module(tokens), tokens).item())
+
+
+def test_a_head_that_is_cut_is_refused() -> None:
+    """Its loss would be of a part of the vocabulary."""
+    with fsdp.simulate(data=1, tp=2) as ranks:
+        assert all(not said and far < 1e-12 for said, far in by_rank(ranks(head_along, "tp")))
+        for said, _ in by_rank(ranks(head_along, ("tp", 0))):
+            assert "the head has 4 of its 8 rows on this rank" in said
