@@ -63,6 +63,9 @@ def budget(model: M, nbytes: int, *patterns: str, moves: bool = True, hardware: 
     around their compiled code: what that keeps less is not counted, and to keep products alone is the compiler's own
     choice there. Within a unit a recomputation uses the weights that are gathered for its backward anyway.
 
+    The choice is that of each `T.forward_backward`, and of `T.pullback`, which calls one. `T.hvp` keeps all that blocks
+    save, whatever the budget; `T.apply` and `T.jvp` keep nothing.
+
     Collective: in the first call an exchange on the host: all ranks follow the one whose batch takes most. The plan
     of the run says what was chosen (`state.cursor.plan.activations`), and so do its checkpoints: `activations` in their
     `layout.json`, the way of each block by its path.

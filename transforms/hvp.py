@@ -54,7 +54,8 @@ def hvp(
     Every operation needs a forward-mode derivative (for attention: the math backend).
 
     What a module's units compute is kept from the forward to the backward, with its tangents; modules that recompute
-    (`remat`) are refused. Stages keep their inputs and these inputs' tangents alone; functions run three times.
+    (`remat`) are refused, and a model of `T.budget` is taken as it is without one. Stages keep their inputs and these
+    inputs' tangents alone; functions run three times.
 
     Raises:
         TreeError: stages of the wrong kind; a vector that lacks a bucket, or is sharded otherwise; a loss that is no

@@ -149,6 +149,34 @@ def test_the_choice_is_the_same_where_units_are_compiled() -> None:
         torch.testing.assert_close(compiled[path], w, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.large
+def test_derivatives_of_a_model_that_recomputes_are_those_of_the_model_as_it_is() -> None:
+    """And of a loss with one inside."""
+    x = data(0)
+
+    def bent(model: Any, x: torch.Tensor) -> torch.Tensor:
+        value, along = torch.func.jvp(model, (x,), (x.cos(),))
+        return loss_fn(lambda x: value + along, x)
+
+    params, model = fsdp.functionalize(net())
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    found, most = [], T.step_memory(T.forward_backward(model, bent), state, x).peak
+    for budget in (False, True):
+        given = T.budget(model, int(0.7 * most), moves=False) if budget else model
+        forward_backward = T.forward_backward(given, bent)
+        state, loss = forward_backward(state, x)
+        if budget:
+            assert "recomputed" in forward_backward.choice.ways.values()
+        state, (_, product) = T.hvp(given, bent)(state, state.main, x)
+        state, (_, slope) = T.jvp(given, bent)(state, state.main, x)
+        state, (_, pulled) = T.pullback(given, bent)(state, 1.0, x)
+        state = fsdp.finish_reductions(state)
+        trees = state.grads, product, pulled
+        found.append([loss, slope, *[one.local.clone() for tree in trees for one in tree.values()]])
+        state = fsdp.drop_gradients(state)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
+
+
 def refused() -> str:
     state, forward_backward = made(most() // 20, False)
     with pytest.raises(fsdp.ScheduleError, match=r"budget: expected at most [\d,]+ bytes, and the least that") as error:

@@ -438,7 +438,8 @@ def jvp(model: nn.Module, fn: Function | None = None) -> Callable[..., tuple[Sta
 
     A unit's tangents are there from its gather to its release. Buffers are the state's, and what the forward makes of
     them is dropped; dropout draws as in `apply`. Every operation needs a forward-mode derivative (for attention: the
-    math backend), and modules that recompute (`remat`) are refused.
+    math backend), and modules that recompute (`remat`) are refused. A `T.budget` has no part in it: nothing is kept for
+    a backward.
 
     Raises:
         TreeError: a vector that lacks a bucket, or is sharded otherwise. ScheduleError: in a graph.
