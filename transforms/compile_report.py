@@ -19,7 +19,7 @@ from typing import Any
 from functional_fsdp import SpecError, State, drop_gradients, finish_reductions
 from functional_fsdp.extend import alone, check_between_steps, ranks_of
 
-from ._compile.compile_units import Compiler
+from ._compile.compile_units import Code, Compiler
 from ._compile.startup import Clock
 from ._drive.driver import Driver, eager_only
 from ._drive.forward_backward import ForwardBackward
@@ -126,14 +126,12 @@ def _report(
                 state, seconds = run(eager)
                 whole[eager].append(seconds)
                 state, _ = run(eager, host[eager])
-    codes = {cls: code for compiler in compilers for (cls, _), code in compiler.codes.items()}
-    classes = [
-        ClassTimes(
-            cls.__name__, tuple(sorted(clock.paths[cls])), median(host[True][cls]), median(calls),
-            codes[cls].graphs(), codes[cls].why(),
-        )
-        for cls, calls in host[False].items()
-    ]  # fmt: skip
+    classes = []
+    for cls, calls in host[False].items():
+        codes = [code for compiler in compilers for (of, _), code in compiler.codes.items() if of is cls]
+        differ = max(codes, key=Code.graphs).why()
+        paths, graphs = tuple(sorted(clock.paths[cls])), sum(map(Code.graphs, codes))
+        classes.append(ClassTimes(cls.__name__, paths, median(host[True][cls]), median(calls), graphs, differ))
     return state, CompileReport(tuple(classes), median(whole[True]), median(whole[False]))
 
 

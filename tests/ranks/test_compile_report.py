@@ -205,3 +205,26 @@ def test_layers_that_are_compiled_one_by_one_are_named() -> None:
     alike, other = said
     assert other == (4, "what.number == 0", True), said
     assert alike[2] is (alike[0] > 2), said  # one, as a rule
+
+
+class Both(Stack):
+    """A layer that is called, and one whose forward is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers[1].forward(self.layers[0](self.first(x), (1.0,)), (1.0,))
+        return out
+
+
+@each_rank(1)
+def test_all_compilations_of_a_class_are_counted() -> None:
+    """By two templates, and by two `compile_units`."""
+    for model, several in ((Both((0, 0)), False), (Stack((0, 0)), True)):
+        params, skeleton = fsdp.functionalize(model)
+        state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh("cpu", data=-1)), fsdp.adamw(lr=1e-2))
+        made = CALLS[0]
+        for path in ("layers.0", "layers.1") if several else ():
+            skeleton = T.compile_units(skeleton, path, backend=pausing)
+        options: Any = {} if several else {"compile": {"backend": pausing}}
+        run = T.forward_backward(skeleton, lambda model, x: model(x).sum(), **options)
+        (one,) = T.compile_report(run, state, torch.ones(4, 6), rounds=1)[1].classes
+        assert one.graphs == CALLS[0] - made == 2
