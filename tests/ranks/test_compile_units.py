@@ -524,6 +524,29 @@ def test_code_that_is_not_one_graph() -> None:
         fsdp.bind(part, w)(X)
 
 
+class Checkpointed(nn.Module):
+    """As transformers' T5 has it, with gradient checkpointing on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gradient_checkpointing = nn.Linear(8, 8), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = torch.zeros(8)
+        if self.gradient_checkpointing:
+            bias.requires_grad = True
+        out: torch.Tensor = self.linear(x) + bias
+        return out
+
+
+def test_what_is_no_graph_for_its_checkpointing_is_told_what_to_write() -> None:
+    params, model = fsdp.functionalize(nn.Sequential(Checkpointed()))
+    layer = fsdp.bind(T.compile_units(model, "*", backend="aot_eager"), params)
+    remedy = r"leave gradient_checkpointing_enable\(\) out, and write T\.remat\(model, '\*'\)"
+    with pytest.raises(fsdp.SpecError, match=rf"does not compile as one graph: setattr.*{remedy}"):
+        layer(X)
+
+
 class Writes(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()

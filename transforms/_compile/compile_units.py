@@ -33,6 +33,7 @@ Weights and buffers are inputs of the graph, so gathers, releases and reductions
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections import Counter, deque
@@ -493,8 +494,8 @@ class Compiled:
         except (dynamo.exc.Unsupported, dynamo.exc.UserError, dynamo.exc.UncapturedHigherOrderOpError) as error:
             refuse_shared(error, repr(self))
             raise SpecError(
-                f"compile: {self!r} does not compile as one graph: {_why(error)}. Change its "
-                "code, allow graph breaks with fullgraph=False, or compile other modules only: "
+                f"compile: {self!r} does not compile as one graph: {_why(error)}. {_instead(what, self.path)}Change "
+                "its code, allow graph breaks with fullgraph=False, or compile other modules only: "
                 "T.compile_units(model, 'blocks.*')."
             ) from error
 
@@ -505,6 +506,14 @@ def _why(error: Exception) -> str:
     lines = [line for line in lines if line and not line.endswith(":")] or lines
     found = [line.removeprefix("Developer debug context: ") for line in lines if "context: raised exception" in line]
     return ", ".join([lines[0], *found])
+
+
+def _instead(what: Any, path: str) -> str:
+    """What to write in the place of a checkpointing by transformers, whose code for it (T5) may be what is no graph."""
+    if not any(getattr(part, "gradient_checkpointing", False) for part in getattr(what, "modules", tuple)()):
+        return ""
+    pattern = re.sub(r"\d+", "*", path)
+    return f"It checkpoints: leave gradient_checkpointing_enable() out, and write T.remat(model, {pattern!r}). "
 
 
 def refuse_shared(error: Exception, where: str) -> None:
