@@ -817,20 +817,21 @@ _KEPT: dict[Any, tuple[float, ...]] = {}
 
 
 def measure_compute(
-    model: nn.Module, loss_fn: Callable[..., Any], batch: Any, spec: Spec, *, rounds: int = 3
+    model: nn.Module, loss_fn: Callable[..., Any], batch: Any, spec: Spec, optimizer: Any = None, *, rounds: int = 3
 ) -> tuple[float, ...]:
     """Measure what each use of a unit computes, on this process's GPU, or on the CPU: for `fsdp.predict(compute=)`.
 
     Args:
-        model, loss_fn, spec: as for `fsdp.predict`; the mesh is of no account. Weights are not used: units compute with
-            random ones, those that are alike with the same.
+        model, loss_fn, spec, optimizer: as for `fsdp.predict`; mesh and optimizer are of no account, but to what a
+            `T.budget` chooses. Weights are not used: units compute with random ones, those that are alike with the
+            same.
         batch: a rank's, with values (tokens are looked up).
         rounds: passes that are measured, after two that are not; of each use the median counts.
 
     Returns:
         seconds of each use, forward and then backward. They are of eager kernels, each use begun on an idle device: of
         units so small that the host is the slower one, they are the host's. What was measured once in this process is
-        given again for the same shapes.
+        given again for the same modules, loss function and shapes.
 
     Memory: one unit of each kind, and what the whole model keeps for its backward.
 
@@ -844,9 +845,15 @@ def measure_compute(
     """
     device = best_device()
     args = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), batch if isinstance(batch, tuple) else (batch,))
-    forward_backward, state, args = prepared(model, loss_fn, args, spec, None)
+    forward_backward, state, args = prepared(model, loss_fn, args, spec, optimizer)
+    forward_backward = forward_backward.on_paper(state, args)
+    parts = [
+        (type(part), part.training, getattr(vars(part).get("_part"), "fate", ""))  # what recomputes is of another class
+        for part in forward_backward.driver.model.modules()
+    ]
     shapes = [(tuple(t.shape), t.dtype) for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
-    key = device_name(), state.layout.hash, repr(model), str(shapes), rounds
+    code = getattr(loss_fn, "__code__", type(loss_fn))
+    key = device_name(), state.layout.hash, repr(model), (*parts,), code, str(shapes), rounds
     if key not in _KEPT:
         _KEPT[key] = above("step_memory").clocked(forward_backward, state, args, rounds)
     return _KEPT[key]

@@ -313,6 +313,34 @@ def test_compute_is_measured_once_and_goes_into_the_prediction() -> None:
         fsdp.predict(model, loss, x, spec, compute=[1.0])
 
 
+class Counted(nn.Module):
+    calls = 0  # with values
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Counted.calls += type(x) is torch.Tensor and not x.is_meta
+        out: torch.Tensor = self.down(self.up(x).tanh())
+        return out
+
+
+def test_what_recomputes_is_measured_as_it_does() -> None:
+    """By `T.remat`, and by what a budget chooses: not what was measured of the model without them."""
+    model, optimizer = nn.Sequential(*(Counted() for _ in range(2))), fsdp.sgd(lr=0.1)
+    spec, x = fsdp.Spec({"data": 2}), torch.randn(512, 8)
+    loss = lambda model, x: model(x).square().mean()  # noqa: E731
+    plain, again = (fsdp.predict(one, loss, x, spec, optimizer).peak for one in (model, T.remat(model, "*")))
+    forwards = []
+    for one in (model, T.remat(model, "*"), T.budget(model, int(plain + again) // 2, "*", moves=False)):
+        before = Counted.calls
+        fsdp.measure_compute(one, loss, x, spec, optimizer, rounds=1)
+        forwards.append(Counted.calls - before)
+    assert forwards[1] == 2 * forwards[0]
+    assert forwards[0] < forwards[2] <= forwards[1]
+
+
 # ---------------------------------------------------------------- settings
 
 
