@@ -155,7 +155,7 @@ def test_derivatives_of_a_model_that_recomputes_are_those_of_the_model_as_it_is(
     x = data(0)
 
     def bent(model: Any, x: torch.Tensor) -> torch.Tensor:
-        value, along = torch.func.jvp(model, (x,), (x.cos(),))
+        value, along = torch.func.jvp(model, (x,), (x.cos(),))  # type: ignore[misc]
         return loss_fn(lambda x: value + along, x)
 
     params, model = fsdp.functionalize(net())
