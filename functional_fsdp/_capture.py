@@ -494,7 +494,7 @@ class Capture:
             run.remark(said)
         assert self.fixed is not None
         try:
-            self.fixed.again(run, run.compare(run.vote(self.digest, self.fixed.vote)))
+            self.fixed.again(run, run.compare(run.vote(lineage.identity, self.digest, self.fixed.vote)))
             return self._take(start, middle, launch, home, after)
         except BaseException as error:
             run.withdraw(error)

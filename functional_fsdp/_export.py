@@ -49,7 +49,7 @@ def come_to_look(state: State) -> None:
                 "the state that the step started from (it is still valid), on every rank."
             )
         with suppress(RestartError) if serial == lineage.base else nullcontext():
-            return lineage.runtime.come_to_look("a look at this state", lineage.number)
+            return lineage.runtime.come_to_look("a look at this state", lineage.identity)
 
 
 @contextmanager

@@ -927,6 +927,6 @@ def _changed(state: State, what: str, work: Callable[[], None], by: Any) -> Stat
         raise
     _remark(state, what, by)
     new = state._evolve(version=Version(lineage, lineage.latest + 1))
-    lineage.renew(state.version, new, what)
+    lineage.renew(state.version, new, what, what)
     arrive(lineage.others_begun())
     return new

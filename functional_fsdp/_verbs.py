@@ -127,7 +127,7 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
 def _vote_and_take(state: State, skip: Any) -> State:
     """The step, once what `reduce` left is finished: ranks vote, and take it if all have done the same."""
     lineage, executor = state.version.lineage, state._executor
-    vote = lineage.runtime.vote(executor.digest, executor.reductions.given.vote())
+    vote = lineage.runtime.vote(lineage.identity, executor.digest, executor.reductions.given.vote())
     trainable = state.layout.trainable
     main = {name: state.main[name] for name in trainable}
     copies = [state.weights[name].local for name in trainable if name in state.weights]

@@ -623,7 +623,7 @@ def same_folder(joint: Joint, folder: str | os.PathLike[str], state: State | Non
     run, what, said = joint.run, f"{joint.what}(folder)", "a path"
     if state is not None:
         state.version.lineage.come(state.version.serial)
-    number = 0 if state is None else state.version.lineage.number
+    number = 0 if state is None else state.version.lineage.identity
     if not folder and joint.what == "load":
         said = "a path (latest_checkpoint gives None where there is no checkpoint)"
     while True:

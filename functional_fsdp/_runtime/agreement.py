@@ -467,17 +467,18 @@ class Agreement:
         hop = Collective("all_reduce", "", 2, torch.int64, "max", "control", what)
         return Vote(number, words, self.lanes.submit("control", (hop,), self.collective(hop, words, words)))
 
-    def vote(self, digest: int, given: int = FULL) -> Vote | None:
+    def vote(self, identity: int, digest: int, given: int = FULL) -> Vote | None:
         """Start the vote before `step` commits; the host may do something else before it waits in `compare`.
 
         Args:
+            identity: of the state that the step began with (`Lineage.identity`).
             digest: of what this lineage issued since its last step.
             given: whether this rank has a gradient for every leaf; see `_runtime.agreement`.
         """
         if self.size == 1:
             return None
         self.voted, self.stage = (digest, len(self.remarks)), "voted"
-        mine, self.digest = zlib.crc32(f"{digest} {self.digest}".encode()), 0
+        mine, self.digest = zlib.crc32(f"{identity} {digest} {self.digest}".encode()), 0
         return self.ballot(Case.STEP, mine << GIVEN | given, "vote")
 
     def compare(self, vote: Vote | None) -> tuple[int, int]:
@@ -498,7 +499,8 @@ class Agreement:
         if highest != lowest or most.case is not Case.STEP:
             raise ScheduleError(
                 "ranks issued different collectives in this step, or changed its gradients in other ways, as by "
-                "clipping to another norm, by other noise, after another number of microbatches, or with another skip= "
+                "clipping to another norm, by other noise, after another number of microbatches, or with another "
+                "skip=, or they stepped different states "
                 f"(this rank's digest is {mine}, the digests lie between {lowest} and {highest}), so the step was not "
                 "taken. Call unshard and reduce for the same units, in the same order and with the same "
                 "last_microbatch, on every rank; only units of the schedule may be left out. The state before the step "
@@ -566,14 +568,14 @@ class Agreement:
         most, least = self.tally(self.ballot(Case.NUMBER, number, what))
         return most == least
 
-    def come_to_look(self, what: str, lineage: int) -> None:
-        """Every rank is about to look at a state of this lineage. Host, 16 bytes.
+    def come_to_look(self, what: str, identity: int) -> None:
+        """Every rank is about to look at this state (`Lineage.identity`). Host, 16 bytes.
 
         Raises:
             RestartError: a peer comes from a step that it abandoned; ScheduleError: it does something else, or looks at
-            a state of another lineage.
+            another state.
         """
-        if not (self.capturing or self.alike(what, lineage)):
+        if not (self.capturing or self.alike(what, identity)):
             raise ScheduleError(
                 f"{what}: this rank came to it, another one to something else, or to another state. Save a state, or "
                 "take its parameters whole, on every rank at the same place. Nothing is lost: the state is valid."

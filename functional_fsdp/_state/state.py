@@ -20,6 +20,7 @@ State: everything that training owns, as one frozen pytree. What makes a step a 
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
@@ -58,6 +59,7 @@ class Savepoint(NamedTuple):
     epoch: int
     broken: str
     taken: dict[str, Any] | None
+    history: int
 
 
 class Lineage:
@@ -74,7 +76,7 @@ class Lineage:
 
     def __init__(
         self, runtime: Runtime, layout: Layout, spec: Spec, steps: int = 0, count: torch.Tensor | None = None,
-        local_buffers: Iterable[str] = (), src: int | None = None,
+        local_buffers: Iterable[str] = (), src: int | None = None, history: int = 0,
     ) -> None:  # fmt: skip
         self.runtime, self.layout, self.spec = runtime, layout, spec  # as `State.spec`: both change together
         self.local_buffers, self.src = frozenset(local_buffers), src
@@ -88,6 +90,9 @@ class Lineage:
         self.commits = 0  # steps that were taken, and runs of traced ones
         self.base = self.head = self.latest = 0
         self.number = 0  # the same on every rank for one lineage; 0 for copies
+        #: the same on every rank, and another one after each step and each change of weights: of a copy as of what it
+        #: was made of, until one of them takes a step. Negative after traced steps, which nobody counts
+        self.history = history
         self.epoch = runtime.epoch
         #: by what: in words, or a verb and its unit
         self.consumed: dict[int, str | tuple[str, Any]] = {}
@@ -106,7 +111,7 @@ class Lineage:
 
     def heir(self, run: Runtime, layout: Layout, spec: Spec, steps: int, count: torch.Tensor) -> Lineage:
         """The lineage of states that are made of this one's, perhaps on another mesh."""
-        new = Lineage(run, layout, spec, steps, count, self.local_buffers, self.src)
+        new = Lineage(run, layout, spec, steps, count, self.local_buffers, self.src, self.history)
         new.activations = self.activations
         return new
 
@@ -119,7 +124,12 @@ class Lineage:
 
     def enroll(self) -> None:
         """Let restarts compare this lineage's step count across ranks. Called in the same order on every rank."""
-        self.number = self.runtime.enroll()
+        self.number = self.history = self.runtime.enroll()
+
+    @property
+    def identity(self) -> int:
+        """By which ranks compare that they have the same state of the same lineage."""
+        return zlib.crc32(f"{self.number} {self.history}".encode())
 
     def note_activations(self, ways: Mapping[str, str]) -> None:
         """What becomes of what modules save, in words by path: checkpoints of the run say it. The same on all ranks."""
@@ -345,13 +355,14 @@ class Lineage:
 
     def commit(self, version: Version, new: Any) -> None:
         """The step that ends with `version` is taken: its result is the new base."""
-        self.renew(version, new, f"step() number {self.steps + 1}")
+        self.renew(version, new, f"step() number {self.steps + 1}", "step")
         self.steps += 1
         self.commits += 1
 
-    def renew(self, version: Version, new: Any, by: str) -> None:
+    def renew(self, version: Version, new: Any, by: str, what: str) -> None:
         """The base is consumed, and what came of it up to `version`: `new` is the base now, as the serial after the
-        latest."""
+        latest. `what` has come between them, in words that are the same on every rank."""
+        self.history = zlib.crc32(f"{self.history} {self.runtime.votes} {what}".encode())
         (version.origin.version if version.origin else version).spent = True
         self.taken = _without_version(new)
         self._consume(self.base, by)
@@ -368,11 +379,13 @@ class Lineage:
 
     def savepoint(self) -> Savepoint:
         """Where the lineage stands, for `roll_back`."""
-        return Savepoint(self.base, self.head, self.steps, self.commits, self.epoch, self.broken, self.taken)
+        return Savepoint(
+            self.base, self.head, self.steps, self.commits, self.epoch, self.broken, self.taken, self.history
+        )
 
     def roll_back(self, to: Savepoint) -> None:
         """The step that began there was only captured, or replayed, and not taken, on any rank."""
-        self.base, self.head, self.steps, self.commits, self.epoch, self.broken, self.taken = to
+        self.base, self.head, self.steps, self.commits, self.epoch, self.broken, self.taken, self.history = to
         self.open_calls, self.busy = 0, False
 
     # ---------------------------------------------------------------- traced steps
@@ -403,6 +416,7 @@ class Lineage:
             self.head = self.base
         self.epoch = self.runtime.epoch
         self.taken, self.counted = None, False
+        self.history = -abs(self.history)
         self.commits += 1
 
     def recount(self, count: torch.Tensor) -> int:
@@ -691,12 +705,13 @@ class State(Stored):
         example = self.treedef.unflatten(range(self.treedef.num_leaves))  # torch warns when it unpickles a TreeSpec
         plain = {n: b.but(b.local.view(torch.uint8)) if n in self.scales else b for n, b in self.weights.items()}
         return {**kept, "treedef": example, "steps": self.steps, "weights": plain,  # torch pickles no float8
-                "local_buffers": self.local_buffers}  # fmt: skip
+                "local_buffers": self.local_buffers, "history": self.version.lineage.history}  # fmt: skip
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         spec = kept["spec"]
-        steps, local = kept.pop("steps"), kept.pop("local_buffers", ())
-        version = Version(Lineage(runtime_of(spec.mesh), kept["layout"], spec, steps, kept["count"], local), 0)
+        steps, local, history = kept.pop("steps"), kept.pop("local_buffers", ()), kept.pop("history", 0)
+        run = runtime_of(spec.mesh)
+        version = Version(Lineage(run, kept["layout"], spec, steps, kept["count"], local, history=history), 0)
         kept["treedef"] = pytree.tree_structure(kept["treedef"])
         for name in kept["scales"]:
             kept["weights"][name] = (buffer := kept["weights"][name]).but(buffer.local.view(buffer.bucket.gather))

@@ -381,9 +381,9 @@ def test_a_replay_votes_as_the_eager_step_does() -> None:
     run = state.version.lineage.runtime
     real = run.vote
 
-    def vote(digest: int, *given: int) -> Any:
+    def vote(identity: int, digest: int, *given: int) -> Any:
         seen.append((digest, run.digest))
-        return real(digest, *given)
+        return real(identity, digest, *given)
 
     with mock.patch.object(run, "vote", vote):
         state = clipped(clipped(state))
@@ -433,7 +433,7 @@ def late_failures(alike: bool) -> tuple[str, bool]:
         try:
             if fails:
                 train_step(new, data(2))
-            capture.run.compare(capture.run.vote(0))
+            capture.run.compare(capture.run.vote(0, 0))
         except (ScheduleError, StaleStateError) as error:
             said = type(error).__name__
         return said, True
@@ -521,7 +521,7 @@ def restarted() -> tuple[str, bool]:
             with capture.recording():
                 if dist.get_rank() == 0 and not said:
                     state.version.lineage.advance(state, "a verb")
-                    capture.run.compare(capture.run.vote(0))
+                    capture.run.compare(capture.run.vote(0, 0))
                 state, _ = train_step(state, data())
             capture.first(lambda: None)
             break

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import signal
 import threading
 import time
@@ -327,6 +329,38 @@ def test_looks_at_two_states_do_not_meet() -> None:
     for before, said, after in launch(looks_at_two, nprocs=2, simulate=True):
         assert (before, after) == ([1.0] * 4, [2.0] * 4)
         assert "another one to something else, or to another state" in said
+
+
+def two_copies(kind: str, folder: str) -> tuple[list[float], list[str], list[list[float]]]:
+    """Ranks copy a state twice, and look each at another copy: before the copies take a step, and after it. Then they
+    save them, and step them."""
+    made = copy.deepcopy if kind == "deepcopy" else lambda state: pickle.loads(pickle.dumps(state))
+
+    def step(state: fsdp.State, gradient: float) -> fsdp.State:
+        return fsdp.step(fsdp.reduce(state, {"a": torch.full((4,), gradient)}))
+
+    state = fsdp.shard({"a": torch.ones(4)}, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.sgd(lr=1.0))
+    copies, rank, said = [made(state), made(state)], dist.get_rank(), []
+    before = fsdp.full_params(copies[rank])["a"].tolist()
+    copies = [step(copies[0], 1.0), step(copies[1], 2.0)]
+    mine = copies[rank]
+    for call in (fsdp.full_params, fsdp.state_dict, lambda _: fsdp.save(mine, folder), lambda _: step(mine, 3.0)):
+        with pytest.raises(fsdp.FsdpError) as caught:
+            call(mine)
+        said.append(str(caught.value))
+    return before, said, [fsdp.full_params(state)["a"].tolist() for state in (*copies, made(copies[1]))]
+
+
+@pytest.mark.parametrize("kind", ["deepcopy", "pickle"])
+def test_copies_of_a_state_do_not_meet_once_one_has_taken_a_step(kind: str, tmp_path: Path) -> None:
+    for before, said, after in launch(two_copies, (kind, f"{tmp_path}/saved"), nprocs=2, simulate=True):
+        assert (before, after) == ([1.0] * 4, [[0.0] * 4, [-1.0] * 4, [-1.0] * 4])
+        looks = "another one to something else, or to another state"
+        for got, want in zip(
+            said, (looks, looks, "came with two states", "or they stepped different states"), strict=True
+        ):
+            assert want in got
+        assert not (tmp_path / "saved").exists()
 
 
 def twice() -> str:
