@@ -48,7 +48,8 @@ def come_to_look(state: State) -> None:
                 "a look at this state: a rank was stopped, and its step was abandoned. Nothing is lost: go on from "
                 "the state that the step started from (it is still valid), on every rank."
             )
-        with suppress(RestartError) if serial == lineage.base else nullcontext():
+        again = serial == lineage.base and lineage.runtime.stage != "moving"
+        with suppress(RestartError) if again else nullcontext():
             return lineage.runtime.come_to_look("a look at this state", lineage.identity)
 
 

@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -37,9 +38,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ._axes import cut_of
-from ._common.calls import alone, ordinary, traced_as, verb
+from ._common.calls import alone, arrive, guard, ordinary, traced_as, uninterruptible, verb
 from ._common.device import checksum, clone_as, empty_as, host_memory
-from ._common.errors import ScheduleError, SpecError, TreeError, as_names, expect
+from ._common.errors import RestartError, ScheduleError, SpecError, TreeError, as_names, expect
 from ._common.torch_names import pytree
 from ._common.tree import dotted, flatten, match
 from ._engine.gathers import resolve_transport
@@ -52,7 +53,7 @@ from ._runtime.agreement import Joint, Topic, agree
 from ._runtime.runtime import Runtime, runtime_of
 from ._spec.spec import Spec
 from ._state.shard import given, needs_spec, no_residual, read_sums
-from ._state.state import State, Version
+from ._state.state import Lineage, State, Version
 from ._storage import (
     FlatBuffer,
     LeafShard,
@@ -122,21 +123,20 @@ def redistribute(state: State, spec: Spec, *, allow: Collection[str] = ()) -> St
         SpecError: the mesh has other ranks; experts would lie along other axes; another `average`; a leaf that trains
             by one spec only; what `shard` says of a spec. TreeError: the optimizer or the extras keep FlatBuffers
             otherwise than in dicts by bucket. StaleStateError: a consumed state, or one in the middle of a step.
-        On every rank, and before anything has changed.
+        On every rank, and before anything has changed. RestartError: another rank was stopped in it.
 
-    Collective: every rank calls it. An exchange of digests on the host; an all-gather a bucket and sharded axis, for
-    each tree.
+    Collective: every rank calls it. Exchanges on the host, of digests and in the end; an all-gather a bucket and
+    sharded axis, for each tree.
 
     Example:
         >>> state = fsdp.redistribute(state, fsdp.Spec(mesh, fsdp.ddp("data")))  # for evaluation
     """
-    new = moved(state, spec, allow)
-    if _arranges(state):
+
+    def arranged(new: State) -> State:
         mover = Mover(state, new.layout, new.spec, False)
-        with looking(new):
-            new = new._evolve(opt=_optimizer_state(mover, new, state.opt, {*state.layout.trainable}))
-    state.version.lineage.moved_to(new)
-    return new
+        return new._evolve(opt=_optimizer_state(mover, new, state.opt, {*state.layout.trainable}))
+
+    return moved(state, spec, allow, "redistribute", arranged if _arranges(state) else None)
 
 
 def _arranges(state: State) -> bool:
@@ -144,9 +144,16 @@ def _arranges(state: State) -> bool:
     return getattr(state.optimizer, "arranges", False)
 
 
-def moved(state: State, spec: Spec, allow: Collection[str], verb: str = "redistribute", trains: bool = False) -> State:
-    """`redistribute`, or what this verb has of it. `trains`: leaves may train by one spec only; then there is no
-    optimizer's state in it. The caller tells the old lineage (`moved_to`)."""
+def moved(
+    state: State, spec: Spec, allow: Collection[str], verb: str, settled: Callable[[State], State] | None,
+    trains: bool = False,
+) -> State:  # fmt: skip
+    """`redistribute`, or what this verb has of it.
+
+    Args:
+        settled: what is left to be done to the state. trains: leaves may train by one spec only; then there is no
+            optimizer's state in it.
+    """
     state._resting(verb)
     allow = as_names("redistribute(allow)", allow)
     spec, run = needs_spec("redistribute", spec), runtime_of(state.spec.mesh)
@@ -167,13 +174,60 @@ def moved(state: State, spec: Spec, allow: Collection[str], verb: str = "redistr
         layout, topics = given(infos, state.layout.paths, spec, state.optimizer, 0)
         return (infos, layout), topics
 
-    with Joint(run, verb) as joint:
+    with _all_or_none(verb, state.version.lineage) as together, Joint(run, verb) as joint:
         infos, layout = agree(joint, "what is given", look)
+        together(runtime_of(spec.mesh))
         spec, layout = resolve_transport(spec, infos, state.layout.paths, layout)
         mover = Mover(state, layout, spec, "replicas" in allow, trains)
         mover.compare(joint(mover.check, "what is kept"))
-    state = free_arena(state)
-    lineage = state.version.lineage
+        new = _made(free_arena(state), mover, verb, trains)
+        if settled is not None:
+            with looking(new):
+                new = settled(new)
+        mover.run.everyone(True, f"{verb}, done")
+        return _over(state, new, f"{verb}, done by all")
+
+
+@contextmanager
+def _all_or_none(verb: str, lineage: Lineage) -> Iterator[Callable[[Runtime], None]]:
+    """Within, ranks wait for each other on the lineage's mesh, and on what is given to what this yields. Whoever is
+    stopped says so on all: else it would meet its peers on one, while they wait for it on another."""
+    runs: list[Runtime] = []
+
+    def together(run: Runtime) -> None:
+        if run.size > 1:
+            runs.append(run)
+            run.stand("moving")
+
+    together(lineage.runtime)
+    try:
+        yield together
+    except BaseException as error:
+        for run in runs:
+            run.withdraw(error)
+        if isinstance(error, RestartError) and not str(error).startswith(verb):
+            raise RestartError(
+                f"{verb}: another rank was stopped in it. "
+                f"{lineage.broken or 'Nothing is lost: make the same call again on every rank.'}"
+            ) from None
+        raise
+    for run in runs:
+        run.stand("")
+
+
+@uninterruptible
+def _over(state: State, new: State, what: str) -> State:
+    """Every rank has made the new state: the old one is consumed, here as there. An interrupt waits."""
+    guard()
+    new.version.lineage.runtime.everyone(True, what)
+    state.version.lineage.moved_to(new)
+    arrive(state.version.lineage.others_begun())
+    return new
+
+
+def _made(state: State, mover: Mover, verb: str, trains: bool) -> State:
+    """The state in other buckets. The one that is given has nothing any more."""
+    lineage, layout, spec = state.version.lineage, mover.layout, mover.spec
     with looking(state):
         lineage.touched()
         lineage.moves(verb)
@@ -530,15 +584,12 @@ def _changed(verb: str, state: State, patterns: tuple[str, ...], trains: bool) -
         joint(partial(_check, verb, state, patterns), "the patterns")
     rules: dict[str, Any] = dict.fromkeys(patterns, trains)
     spec = state.spec.with_trainable({**rules, **{p: on for p, on in state.spec.trainable if p not in rules}})
-    old = state
-    opt: Any = state.opt
-    new = moved(state._evolve(opt={}), spec, (), verb, trains=True)
-    if new.optimizer is not None:
-        mover = Mover(old, new.layout, new.spec, False, trains=True)
-        with looking(new):
-            new = new._evolve(opt=_optimizer_state(mover, new, opt, {*old.layout.trainable}))
-    old.version.lineage.moved_to(new)
-    return new
+
+    def settled(new: State) -> State:
+        mover = Mover(state, new.layout, new.spec, False, trains=True)
+        return new._evolve(opt=_optimizer_state(mover, new, state.opt, {*state.layout.trainable}))
+
+    return moved(state._evolve(opt={}), spec, (), verb, settled if state.optimizer is not None else None, trains=True)
 
 
 def _check(verb: str, state: State, patterns: tuple[str, ...]) -> None:

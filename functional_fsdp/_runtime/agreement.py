@@ -349,7 +349,8 @@ class Agreement:
         restarted: how many there were after the last restart.
         failed: why the communicators are of no more use; "" as long as they are.
         parted: whether this rank left an exchange before its end.
-        stage: "voted" from a vote for a step to `confirm`, "confirming" in that, else "".
+        stage: "voted" from a vote for a step to `confirm`, "confirming" in that; "moving" while a state is moved, see
+            `_redistribute`; else "".
         forms: the structures of the metrics that are reduced. heard: at the last meeting, every rank's, in words.
         meeting: the one that this rank came to last.
     """
@@ -551,12 +552,18 @@ class Agreement:
             "before that of another, have it call fsdp.drop_gradients on each of them before it goes on."
         )
 
+    def stand(self, stage: str) -> None:
+        """This rank stands there, in what all ranks do together."""
+        self.stage = stage
+
     @uninterruptible
     def withdraw(self, error: BaseException) -> None:
-        """A step ends by an error. If this rank has voted for it, its peers wait in `confirm`, where no interrupt comes
-        through: they hear of it now, and not only when this rank uses the state again."""
-        voted, self.stage = self.stage == "voted", ""
-        if voted and not isinstance(error, ScheduleError):  # which is raised on every rank
+        """What ranks do together ends by an error. If this rank has voted for a step, its peers wait in `confirm`,
+        where no interrupt comes through; if it moves a state, perhaps on another mesh. They hear of it now, and not
+        only when this rank comes to them again."""
+        stage, self.stage = self.stage, ""
+        known = isinstance(error, FsdpError if stage == "moving" else ScheduleError)  # as it is raised on every rank
+        if stage and (not known or isinstance(error, RestartError)):
             self.void()
             with suppress(RuntimeError):  # whoever keeps the store may be gone
                 announce(self)
@@ -729,7 +736,7 @@ class Agreement:
             self._join(noticed=news)
 
     def _join(self, noticed: bool) -> None:
-        if self.stage == "confirming":  # where nobody may wait for long: the next verb meets them
+        if self.stage in ("confirming", "moving"):  # where nobody may wait for long: the next verb meets them
             self.void()
         elif not self.capturing:  # else the next verb meets them: what is captured now must not be drained
             self.restart(noticed=noticed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from support.ranks import launch
 from support.tables import FULL, covering
 
 import functional_fsdp as fsdp
+from functional_fsdp import _redistribute
 
 STEPS = 10 if FULL else 3
 DTYPES = [torch.float32, torch.bfloat16]
@@ -129,3 +131,47 @@ def counted() -> tuple[list[float], list[float]]:
 def test_counts_of_leaves_go_along() -> None:
     for straight, there in launch(counted, nprocs=2):
         assert straight == there
+
+
+def stopped_between_meshes(folder: str, first: bool) -> list[Any]:
+    """Rank 0 is stopped while a state goes to another mesh; both ranks load its checkpoint, first on the old mesh or on
+    the new one, and then on the other."""
+    old, new = fsdp.Spec(fsdp.local_mesh(data=2)), fsdp.Spec(fsdp.local_mesh(other=2), fsdp.zero1("other"))
+    state = fsdp.shard({"a": torch.arange(40.0), "b": torch.ones(7)}, old, fsdp.adamw())
+    fsdp.save(state, folder)
+    with pytest.raises(BaseException, match=r"(stopped here|another rank was stopped)") as caught:
+        fsdp.redistribute(state, new)
+    found: list[Any] = [caught.type.__name__, raised(lambda: fsdp.full_params(state))]
+    for spec in (new, old) if first else (old, new):
+        found.append(fsdp.full_params(fsdp.load(folder, spec, optimizer=fsdp.adamw()))["a"].sum().item())
+    return found
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["new", "old"])
+@pytest.mark.parametrize(
+    ("place", "lost"),
+    [
+        ((_redistribute, "free_arena"), False),
+        ((_redistribute, "gather_leaves"), True),
+        ((_redistribute, "refresh"), True),
+        ((_redistribute, "_over"), True),
+    ],
+    ids=["before", "old mesh", "new mesh", "end"],
+)
+def test_who_is_stopped_between_two_meshes_is_waited_for_on_neither(
+    place: Any, lost: bool, first: bool, tmp_path: Any
+) -> None:
+    owner, name = place
+    real, to_come = getattr(owner, name), ["here"]
+
+    def stopped(*args: Any, **kwargs: Any) -> Any:
+        if torch.distributed.get_rank() == 0 and to_come:
+            raise KeyboardInterrupt(f"stopped {to_come.pop()}")
+        return real(*args, **kwargs)
+
+    with mock.patch.object(owner, name, stopped):
+        both = fsdp.launch(stopped_between_meshes, (str(tmp_path / "saved"), first), nprocs=2, simulate=True)
+    for (kind, after, *sums), want in zip(both, ["KeyboardInterrupt", "RestartError"], strict=True):
+        assert kind == want
+        assert ("stopped while it was moving what this state held" in after) == lost
+        assert sums == [780.0, 780.0]
