@@ -18,6 +18,7 @@ Leaves that ranks had of their own when they were saved may be read by ranks tha
     main.w of replica 0, of replica 1       main.w                  read from the first, if all hold the same
     main.w                                  main.w of replica 0     every replica reads it
     main.w of replica 0, of replica 1       of replica 0, 1, 2      from the first, if all hold the same
+    residual.w of replica 0, of replica 1   residual.w              what all of them owe; by replicas in turn
 
 Replicas that train apart (DiLoCo) hold the same whenever they have been averaged. Experts never do.
 
@@ -30,6 +31,7 @@ import os
 import uuid
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -297,6 +299,7 @@ def with_replicas(
     wanted = names_of(state, there)
     lacking = [name for name in wanted if name not in there]
     found = dict(there)
+    turns: Counter[str] = Counter()
     for name in lacking:
         alike = by_leaf.get(without_place(name), [])
         if not alike or ("optimizer" in allow and name.startswith("opt.")):
@@ -308,7 +311,14 @@ def with_replicas(
                 "same, say load(..., allow=['replicas']); else give the mesh the axes with which it was saved."
             )
         other = next((one for one in alike if _content(there[one]) != _content(there[alike[0]])), None)
-        if other is not None:
+        source = there[alike[0]]
+        if other is not None and name.startswith("residual."):  # each replica has sent gradients of its own
+            if name == without_place(name):  # one state goes on for all of them
+                source = _end_to_end([there[one] for one in alike])
+            else:
+                source = there[alike[turns[without_place(name)] % len(alike)]]
+                turns[without_place(name)] += 1
+        elif other is not None:
             remedy = "Average the replicas before they are saved"
             if name.startswith("opt."):
                 remedy = "Begin with a new optimizer state (allow=['replicas', 'optimizer'])"
@@ -316,11 +326,20 @@ def with_replicas(
                 f"load: {path} has {alike[0]!r} and {other!r}, which differ, and this state wants {name!r}. {remedy}, "
                 "or give the mesh the axes with which it was saved."
             )
-        found[name] = there[alike[0]]
+        found[name] = source
         for other in alike:
             if other not in wanted:
                 found.pop(other, None)
     return found
+
+
+def _end_to_end(tensors: list[Tensor]) -> Tensor:
+    """Several flat tensors as one."""
+    at, chunks = 0, []
+    for one in tensors:
+        chunks += [chunk._replace(start=chunk.start + at, stop=chunk.stop + at) for chunk in one.chunks]
+        at += one.numel
+    return Tensor(tensors[0].dtype, (at,), chunks)
 
 
 def _content(tensor: Tensor) -> object:

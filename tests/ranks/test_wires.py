@@ -367,6 +367,40 @@ def test_checkpoints_without_it_and_states_without_it(tmp_path: Path) -> None:
     launch(old, (tmp_path,), nprocs=2, simulate=True)
 
 
+def replicas(folder: Path, average: Any) -> None:
+    """Two replicas with the same weights, each of which owes what its own gradients have lost, go on as one state on
+    all ranks; and as replicas of one rank each."""
+    mesh, precision, rank = fsdp.local_mesh(replica=2, shard=2), wired(), dist.get_rank()
+
+    def made(mesh: Any, placement: Any) -> fsdp.State:
+        spec = fsdp.Spec(mesh, placement, precision=precision, average=average)
+        return fsdp.shard({path: torch.zeros(shape) for path, shape in SHAPES.items()}, spec, fsdp.sgd(lr=0.0))
+
+    state = made(mesh, fsdp.zero3("shard"))
+    state = fsdp.step(fsdp.reduce(state, gradients(0, rank)))
+    fsdp.save(state, folder)
+    with pytest.raises(fsdp.SpecError, match="other ranks have leaves of their own"):
+        fsdp.load(folder, like=made(mesh, fsdp.hsdp("replica", "shard")))
+    own = owed(state)
+    for placement in (fsdp.hsdp("replica", "shard"), fsdp.zero1("replica", "shard")):
+        loaded = fsdp.load(folder, like=made(mesh, placement), allow=["replicas"])
+        moved = fsdp.redistribute(copy.deepcopy(state), loaded.spec, allow=["replicas"])
+        for path, right in owed(moved).items():
+            assert right.any()
+            assert torch.allclose(owed(loaded)[path], right, rtol=1e-2, atol=1e-7), path
+    more = fsdp.local_mesh(replica=4, shard=1)
+    found = owed(fsdp.load(folder, like=made(more, fsdp.zero3("shard")), allow=["replicas"]))
+    there: list[Any] = [None] * 4
+    dist.all_gather_object(there, own)  # of ranks 0 and 1 what the first replica owes, of 2 and 3 the second
+    for path, one in found.items():
+        assert torch.allclose(one, there[2 * (rank % 2)][path], rtol=1e-2, atol=1e-7), path
+
+
+@pytest.mark.parametrize("average", ["mean", "sum"])
+def test_what_replicas_owe_is_read_where_one_state_goes_on(average: str, tmp_path: Path) -> None:
+    launch(replicas, (tmp_path / "saved", average), nprocs=4, simulate=True)
+
+
 def apart(placement: str, axis: str) -> None:
     """What is sent, and is no gradient of a step that is taken."""
     rank = dist.get_rank()
