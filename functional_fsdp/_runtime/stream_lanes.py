@@ -102,6 +102,7 @@ class StreamLanes(HostLanes):
                 self.wait(mark)
 
     def synchronize(self) -> None:
+        self.connected()
         torch.cuda.synchronize()
 
     # ---- marks
@@ -212,7 +213,8 @@ class StreamLanes(HostLanes):
     def connect(self, lanes: Collection[str]) -> None:
         """Begin to connect the ranks of these lanes, on a thread; not those that are connected, or under way since a
         call that was left. Collective. NCCL does it when the first collective of a kind is issued, and holds up
-        whoever issues that, for 0.3 to 0.4 s a lane.
+        whoever issues that, for 0.3 to 0.4 s a lane. These are logged: a rank that has left before issues them where
+        ranks meet, and not in their place what it does next.
 
         One lane after the other, in the same order on all ranks. Two at once could wait for each other: where NCCL has
         several roots, each thread keeps the store while it waits for the others' keys; and a kernel that waits for its
@@ -222,21 +224,23 @@ class StreamLanes(HostLanes):
         busy = [lane for thread, some in self.connecting if thread.is_alive() for lane in some]
         new = [lane for lane in lanes if lane in missing and lane not in busy]
         if new:
-            thread = threading.Thread(target=self._connect, args=(new,), daemon=True)
+            firsts = [_first(self.run, lane) for lane in new]
+            thread = threading.Thread(target=self._connect, args=(firsts,), daemon=True)
             self.connecting.append((thread, new))
+            for first in firsts:
+                self.run.logs[first.lane].append((first,))
             thread.start()
 
-    def _connect(self, lanes: Collection[str]) -> None:
-        """Issue a collective of each lane's kind, of a few bytes."""
-        run = self.run
-        (axis,) = run.sizes
-        for lane in lanes:
-            with suppress(Exception), torch.cuda.device(self.device), torch.cuda.stream(self.lanes[lane]):
-                every, one = (torch.zeros(n, device=self.device) for n in (run.size, 1))
-                if lane == "gather":
-                    all_gather_single(every, one, group=run.groups[lane, axis])
+    def _connect(self, firsts: Collection[Collective]) -> None:
+        """Issue the first collective of each of these lanes."""
+        for first in firsts:
+            with suppress(Exception), torch.cuda.device(self.device), torch.cuda.stream(self.lanes[first.lane]):
+                every, one = (torch.zeros(n, device=self.device) for n in (self.run.size, 1))
+                group = self.run.groups[first.lane, first.axis]
+                if first.kind == "all_gather":
+                    all_gather_single(every, one, group=group)
                 else:
-                    reduce_scatter_single(one, every, group=run.groups[lane, axis])
+                    reduce_scatter_single(one, every, group=group)
 
     def connected(self) -> None:
         """Wait until all are connected, or a rank has ended. What has failed fails again, and says why, where it is
@@ -256,6 +260,13 @@ class StreamLanes(HostLanes):
 
     def idle(self) -> bool:
         return super().idle() and not self.signals
+
+
+def _first(run: Agreement, lane: str) -> Collective:
+    """A collective of a lane's kind, of a few bytes."""
+    (axis,) = run.sizes
+    kind, op = ("all_gather", "") if lane == "gather" else ("reduce_scatter", "sum")
+    return Collective(kind, axis, run.size, torch.float32, op, lane, "connection")
 
 
 def lanes_of(run: Agreement) -> HostLanes:

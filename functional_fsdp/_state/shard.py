@@ -228,10 +228,9 @@ def connecting(joint: Joint, spec: Spec, trains: bool) -> Iterator[None]:
         run.lanes.connect([lane for lane in used if any(lane in missing for _, missing in every)])
     try:
         yield
-    except (CommError, RestartError, KeyboardInterrupt):  # whoever has left may not have begun: nobody waits for it
-        raise
-    except BaseException:
-        run.lanes.connected()
+    except BaseException as error:  # whoever has left without a word may not have begun: nobody waits for it
+        if joint.known or not isinstance(error, CommError | RestartError | KeyboardInterrupt):
+            run.lanes.connected()
         raise
     run.lanes.connected()
 

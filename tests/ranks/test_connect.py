@@ -12,6 +12,7 @@ import torch
 
 import functional_fsdp as fsdp
 from functional_fsdp._runtime import stream_lanes
+from functional_fsdp._runtime.agreement import Log
 from functional_fsdp._runtime.lanes import HostLanes
 from functional_fsdp._runtime.stream_lanes import StreamLanes
 from functional_fsdp._state import shard
@@ -82,6 +83,33 @@ def test_nobody_waits_for_a_rank_that_has_left(
     assert len(found) == waits
 
 
+def test_all_wait_for_what_they_have_begun_where_all_know_that_a_rank_was_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What they do next would else come before it on some ranks, and after it on others."""
+    found: list[str] = []
+    monkeypatch.setattr(HostLanes, "connects", True)
+    monkeypatch.setattr(HostLanes, "unconnected", lambda self: ["gather"], raising=False)
+    monkeypatch.setattr(HostLanes, "connect", lambda self, lanes: None, raising=False)
+    monkeypatch.setattr(HostLanes, "connected", lambda self: found.append("waits"), raising=False)
+    real = shard.given
+
+    def stopped(*args: Any) -> Any:
+        if torch.distributed.get_rank() == 0:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    def making() -> str:
+        with pytest.raises((KeyboardInterrupt, fsdp.RestartError)) as caught:
+            fsdp.shard({"w": torch.ones(8)}, fsdp.Spec(fsdp.local_mesh()), SGD)
+        return caught.type.__name__
+
+    monkeypatch.setattr(shard, "given", stopped)
+    with fsdp.simulate(data=2) as ranks:
+        assert ranks(making).get() == ["KeyboardInterrupt", "RestartError"]
+    assert found == ["waits"] * 2
+
+
 def test_lanes_that_only_one_rank_has_connected_are_connected_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each looks at another time, where some are under way since a call that was left."""
     found: list[Any] = []
@@ -105,7 +133,8 @@ class Connection:
         monkeypatch.setattr(stream_lanes, "all_gather_single", self.all_gather)
         monkeypatch.setattr(stream_lanes, "reduce_scatter_single", self.reduce_scatter)
         groups = {(lane, "data"): lane for lane in ("gather", "reduce", "outer")}
-        run = SimpleNamespace(groups=groups, sizes={"data": 2}, size=2, gone=lambda: [1] * gone)
+        logs = {lane: Log() for lane in ("gather", "reduce")}
+        run = SimpleNamespace(groups=groups, sizes={"data": 2}, size=2, gone=lambda: [1] * gone, logs=logs)
         streams = dict.fromkeys(("gather", "reduce"))
         lanes: Any = SimpleNamespace(run=run, device=torch.device("cpu"), lanes=streams, connecting=[])
         lanes._connect = lambda lanes_: StreamLanes._connect(lanes, lanes_)
@@ -147,6 +176,7 @@ def test_what_is_under_way_is_not_begun_twice(monkeypatch: pytest.MonkeyPatch) -
     StreamLanes.connect(one.lanes, ["gather", "reduce"])
     StreamLanes.connected(one.lanes)
     assert one.found[2:] == [("reduce", 2, 1)]
+    assert {lane: log.count for lane, log in one.lanes.run.logs.items()} == {"gather": 1, "reduce": 2}
 
 
 def test_nobody_waits_for_a_connection_with_a_rank_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,3 +184,65 @@ def test_nobody_waits_for_a_connection_with_a_rank_that_has_ended(monkeypatch: p
     StreamLanes.connected(one.lanes)
     assert (one.found, one.lanes.connecting) == ([], [])
     one.go.set()
+
+
+class Meanwhile:
+    """A thread in whose place a rank issues at once, and waits for nothing until it is asked."""
+
+    def __init__(self, target: Any, args: Any, daemon: bool) -> None:
+        self.target, self.args = target, args
+
+    def start(self) -> None:
+        self.works = self.target(*self.args)
+
+    def join(self, timeout: float) -> None:
+        for work in self.works:
+            work.wait()
+
+    def is_alive(self) -> bool:
+        return not all(work.is_completed() for work in self.works)
+
+
+def begun(lanes: Any, firsts: Any) -> list[Any]:
+    """What `StreamLanes._connect` issues, on the host's lanes."""
+    works = []
+    for first in firsts:
+        every, one = torch.zeros(lanes.run.size), torch.zeros(1)
+        given = (every, one) if first.kind == "all_gather" else (one, every)
+        works += [call() for calls in lanes.run.collective(first, *given) for call in calls]
+    return works
+
+
+def left_before() -> list[float]:
+    """This rank leaves `shard` where others have begun to connect, and gathers weights of another state."""
+    mesh = fsdp.local_mesh()
+    state = fsdp.shard({"w": torch.arange(6.0)}, fsdp.Spec(mesh), SGD)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(state.version.lineage.runtime.lanes, "connects", True, raising=False)
+        with pytest.raises((KeyboardInterrupt, fsdp.RestartError)):
+            fsdp.shard({"w": torch.ones(8)}, fsdp.Spec(mesh), SGD)
+    state, weights = fsdp.unshard(state, state.units[0])
+    return weights["w"].tolist()
+
+
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
+def test_who_has_left_before_it_connects_does_so_before_anything_else(
+    who: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the others' few bytes would meet its weights."""
+
+    def connect(lanes: Any, some: Any) -> None:
+        if lanes.run.coordinate["data"] in who:
+            raise KeyboardInterrupt
+        StreamLanes.connect(lanes, some)
+
+    under_way = property(lambda self: vars(self).setdefault("under_way", []))
+    monkeypatch.setattr(stream_lanes, "threading", SimpleNamespace(Thread=Meanwhile))
+    monkeypatch.setattr(HostLanes, "connecting", under_way, raising=False)
+    monkeypatch.setattr(HostLanes, "unconnected", lambda self: ["gather", "reduce"], raising=False)
+    monkeypatch.setattr(HostLanes, "_connect", begun, raising=False)
+    monkeypatch.setattr(HostLanes, "connect", connect, raising=False)
+    monkeypatch.setattr(HostLanes, "connected", StreamLanes.connected, raising=False)
+    monkeypatch.setattr(HostLanes, "synchronize", StreamLanes.connected)
+    with fsdp.simulate(data=2) as ranks:
+        assert ranks(left_before).get() == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 2
