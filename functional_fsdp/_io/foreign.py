@@ -63,7 +63,7 @@ class Own:
         sizes(path, note)
         there: dict[str, Any] = dict(tensors_of(path, note))
         leaves, without_place = note["leaves"], without_places(note)
-        whose = _whose({*map(without_place, there)}, leaves)
+        whose = _whose({without_place(name): one.dtype for name, one in there.items()}, leaves)
         cut = {leaf: cuts_in(path, leaf, one) for leaf, one in leaves.items()}
         size = {leaf: numel_of(part_shape(one["shape"], cut[leaf])) for leaf, one in leaves.items()}
         numbers = {what for leaf, what, one in _kept(there, whose, without_place) if numel_of(one.shape) != size[leaf]}
@@ -114,16 +114,30 @@ class Own:
         )  # fmt: skip
 
 
-def _whose(bases: Iterable[str], leaves: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+def _whose(bases: Mapping[str, torch.dtype], leaves: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Of each tensor in which tree and of which leaf it is. "opt.mean.w" is of "w" in "opt.mean", or of "mean.w" in
-    "opt": of two trees the one that has more leaves, since a tree has all that are trained."""
+    "opt": of two trees the one that has more leaves, since a tree has all that are trained. But counts of steps that
+    were missed, whole numbers in a tree "missed", are of few; of such trees it is the one beside which others have
+    more."""
     ways: dict[str, list[tuple[str, str]]] = {}
     for base in bases:
         dots = [at for at, letter in enumerate(base) if letter == "." and base[at + 1 :] in leaves]
         some = [(base[:at], base[at + 1 :]) for at in dots]
         ways[base] = [one for one in some if leaves[one[1]]["trainable"] or not base.startswith("opt.")]
     many = Counter(tree for some in ways.values() for tree, _ in some)
-    return {base: max(some, key=lambda one: many[one[0]]) for base, some in ways.items() if some}
+    beside: Counter[str] = Counter()  # of a place of trees, how many leaves the largest has that is none of counts
+    for tree, count in many.items():
+        place, _, name = tree.rpartition(".")
+        if name != "missed":
+            beside[place] = max(beside[place], count)
+    trained = sum(one["trainable"] for one in leaves.values())
+
+    def likely(one: tuple[str, str], dtype: torch.dtype) -> tuple[bool, int, int]:
+        tree, (place, _, name) = one[0], one[0].rpartition(".")
+        counts = beside[place] if name == "missed" and not dtype.is_floating_point else 0
+        return tree.startswith("opt") and many[tree] == trained, counts, many[tree]
+
+    return {base: max(some, key=lambda one: likely(one, bases[base])) for base, some in ways.items() if some}
 
 
 def _kept(

@@ -146,3 +146,41 @@ def test_a_leaf_may_be_called_as_what_an_optimizer_keeps(optimizer: Any, frozen:
     for path, kept in fsdp.optimizer_state(state).items():
         assert kept.keys() == moments[path].keys()
         assert all(torch.equal(one, moments[path][name]) for name, one in kept.items()), path
+
+
+@pytest.mark.parametrize(
+    ("paths", "missing"),
+    [
+        (["w", "missed.w"], ["w"]),
+        (["w", "missed.w"], ["missed.w"]),
+        (["w", "missed.w", "missed.missed.w"], ["w", "missed.w"]),
+        (["w", "missed.w", "mean.w", "square.w"], ["w"]),
+    ],
+)
+@pytest.mark.parametrize("member", ["", "missed"])
+def test_counts_of_missed_steps_are_found_whatever_leaves_are_called(
+    paths: list[str], missing: list[str], member: str, tmp_path: Path
+) -> None:
+    optimizer: Any = fsdp.adamw(lr=0.1)
+    labels = {"*": member} if member else {}
+    optimizer = fsdp.partition({member: optimizer}) if member else optimizer
+    shapes = {path: (2 + i, 3) for i, path in enumerate(paths)}
+
+    def made(value: float) -> fsdp.State:
+        spec = fsdp.Spec(fsdp.local_mesh("cpu"), units=lambda path: path, labels=labels)
+        return fsdp.shard({path: torch.full(shape, value) for path, shape in shapes.items()}, spec, optimizer)
+
+    state = made(1.0)
+    for step in range(3):
+        grads = {
+            path: torch.full(shape, 1.0 + step) if path not in missing or step == 1 else None
+            for path, shape in shapes.items()
+        }
+        state = fsdp.step(fsdp.reduce(state, grads))
+    fsdp.save(state, tmp_path / "saved")
+    found = fsdp.load_optimizer_state(fsdp.load_weights(made(0.0), tmp_path / "saved"), tmp_path / "saved")
+    for path, kept in fsdp.optimizer_state(state).items():
+        assert int(kept.get(f"{member}.missed".strip("."), 0)) == 2 * (path in missing)
+        there = fsdp.optimizer_state(found)[path]
+        assert there.keys() == kept.keys()
+        assert all(torch.equal(there[name], one) for name, one in kept.items()), path
