@@ -245,6 +245,8 @@ def new_group(
     """A group of these ranks, which alone call this; `level` has been called before. Collective.
 
     Args:
+        timeout: for which a rank waits. gloo counts from the issue on, and has to stand two such waits: for what was
+            issued, and, if a rank abandons the step meanwhile, for all to come to the meeting where it is drained.
         gone: the ranks that are known to have ended. Groups on CPUs do not wait for those.
 
     Raises:
@@ -253,7 +255,7 @@ def new_group(
     make = partial(
         dist.new_group,
         ranks,
-        timeout=timeout,
+        timeout=2 * timeout if backend == "gloo" else timeout,
         backend=backend,
         pg_options=options,
         use_local_synchronization=True,

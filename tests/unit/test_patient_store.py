@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from functional_fsdp import _distributed
 from functional_fsdp._distributed import PatientStore
 
 
@@ -54,3 +55,13 @@ def test_its_thread_ends_with_it() -> None:
     gc.collect()
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_what_gloo_was_given_outlives_the_wait_for_it_and_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks wait for what was issued; shortly before the timeout one abandons the step, and a slow one comes
+    to the meeting shortly before that one's. gloo must not have ended by then what is drained there."""
+    given: dict[str, timedelta] = {}
+    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, backend, **_: given.update({backend: timeout}))
+    for backend in ("gloo", "nccl"):
+        _distributed.new_group([0], "reduce data", timedelta(seconds=10), backend)
+    assert given == {"gloo": timedelta(seconds=20), "nccl": timedelta(seconds=10)}
