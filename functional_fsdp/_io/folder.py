@@ -31,6 +31,7 @@ import re
 import shutil
 import time
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -110,7 +111,14 @@ class Claim:
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR):
                 self.refuse()
             raise
-        sync(self.final.parent)
+        try:
+            sync(self.final.parent)
+        except OSError as error:  # it is whole, and where it belongs: it is not to be called lost
+            warnings.warn(
+                f"{self.final} is written and complete, but the disk could not be asked to keep its name ({error}): "
+                "should the machine lose its power now, it may be gone.",
+                stacklevel=2,
+            )
 
     @uninterruptible
     def drop(self) -> None:
@@ -288,6 +296,11 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+CANNOT = (
+    errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM, errno.ENOSYS, errno.EISDIR, errno.ENOTTY
+)  # fmt: skip
+
+
 def sync(folder: Path) -> None:
     """Have the disk know which files a folder has. Some file systems cannot be asked."""
     try:
@@ -297,7 +310,7 @@ def sync(folder: Path) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES):
+        if error.errno not in CANNOT:
             raise
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import resource
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,30 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
             fsdp.save(state_of(), tmp_path / "a")
     assert names(tmp_path) == []
     fsdp.save(state_of(), tmp_path / "a")
+
+
+@pytest.mark.parametrize("verb", ["save", "save_safetensors", "save_dcp"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSYS])
+def test_what_is_whole_is_not_called_lost_where_the_folder_above_cannot_be_synced(
+    verb: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def synced(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path):
+            raise OSError(number, os.strerror(number))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    state = state_of()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        getattr(fsdp, verb)(state, tmp_path / "a")
+    said = [str(one.message) for one in told if "is written and complete" in str(one.message)]
+    assert len(said) == (number == errno.EIO)
+    assert all(str(tmp_path / "a") in one and os.strerror(number) in one for one in said)
+    found = fsdp.full_params(fsdp.load_weights(state_of(), tmp_path / "a"))
+    assert all(torch.equal(one, found[path]) for path, one in fsdp.full_params(state).items())
 
 
 def test_an_empty_folder_is_in_the_way_too(tmp_path: Path) -> None:
