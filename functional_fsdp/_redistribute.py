@@ -917,14 +917,14 @@ def _fit(what: str, given: Any, main: dict[str, FlatBuffer], dtypes: dict[str, t
 # ---------------------------------------------------------------- extras
 
 
-def _with_extras(state: State, **named: Any) -> State:
+def _with_extras(state: State, /, **named: Any) -> State:
     others = {name: tree for name, tree in state.extras.items() if name not in named}
     kept = {name: tree for name, tree in named.items() if tree is not None}
     return state._evolve(extras={**others, **kept})
 
 
 @traced_as(_with_extras)  # a graph has no way to look at its tensors
-def replace_extras(state: State, **named: Any) -> State:
+def replace_extras(state: State, /, **named: Any) -> State:
     """The same State with other extras under these names: what a transform carries along, saved with the state.
 
     Args:

@@ -325,6 +325,11 @@ class Trial:
             # of those that free as much, one may take more at its peak
             frugal = sorted(map(self.all, self.frugal()), key=self.longer)
             found = next((ways for ways in frugal if peak(ways) <= limit), None)
+            few, many = 0, self.count if found else 0  # blocks: too few, and enough; they may leave room
+            while found and many - few > 1 and peak(found) <= limit - near:
+                some = (few + many) // 2
+                ways = *found[:some], *self.all(KEPT)[some:]
+                few, many, found = (few, some, ways) if peak(ways) <= limit else (some, many, found)
         least = min(seen, key=lambda ways: seen[ways])
         return found, seen[least], least
 

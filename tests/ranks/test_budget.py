@@ -260,6 +260,18 @@ def test_a_choice_that_is_over_the_budget_is_not_tried_again() -> None:
     assert seen == [(*(again,) * 2, *(KEPT,) * 6), found]
 
 
+@pytest.mark.parametrize(("limit", "blocks"), [(5, 5), (6, 4), (9, 1), (2, 8)])
+def test_where_no_estimate_fits_no_more_blocks_recompute_than_have_to(limit: int, blocks: int) -> None:
+    """A block is taken to free nothing that counts, and frees a GiB."""
+    again, gib = Way(True), 1 << 30
+    trial: Any = Trial.__new__(Trial)
+    trial.costs = {KEPT: Cost(0, 0, 0), again: Cost(gib / 16, 0.01, 0)}
+    trial.lower, trial.forward, trial.gradients = [0] * 9, 1.0, 0.0
+    trial.budget, trial.hardware = Budget(limit * gib, ("block",) * 8, False, None), fsdp.Hardware.named("H100")
+    found, *_ = trial.fitting(10 * gib, limit * gib, lambda ways: (10 - ways.count(again)) * gib)
+    assert found == (*(again,) * blocks, *(KEPT,) * (8 - blocks))
+
+
 @pytest.mark.parametrize("units", [["blocks.*"], [("blocks.0", "blocks.1")], ["blocks.*.*"]])
 def test_as_few_blocks_recompute_whatever_the_units_are(units: Any) -> None:
     params, model = fsdp.functionalize(net())

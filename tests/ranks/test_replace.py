@@ -338,6 +338,11 @@ def test_gradients_that_do_not_fit() -> None:
 # ---------------------------------------------------------------- extras
 
 
+def test_an_extra_may_be_called_as_the_argument_is() -> None:
+    state = fsdp.shard({"w": torch.ones(3)}, fsdp.Spec(fsdp.local_mesh()))
+    assert fsdp.replace_extras(state, state=torch.ones(2)).extras["state"].tolist() == [1.0, 1.0]
+
+
 def test_extras_are_named_checked_and_kept(tmp_path: Path) -> None:
     state, _ = begin("zero3")
     more = fsdp.replace_extras(state, seen=torch.zeros(()), ema=state.main)
