@@ -62,7 +62,7 @@ def test_ranks_on_several_hosts_vote_by_gloo() -> None:
     with mock.patch.object(groups, "here", return_value=(f"host{fsdp.local_mesh().get_rank()}", os.getpid())):
         run = Runtime(fsdp.local_mesh())
     before = run.logs["control"].count
-    run.compare(run.vote(7))
+    run.compare(run.vote(0, 7))
     assert run.host_vote is None
     assert run.logs["control"].count == before + 1
 

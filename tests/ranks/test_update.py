@@ -199,7 +199,7 @@ def as_on_gpus(optimizer: Any, overlapped: bool, skip: bool | None, lacks: tuple
     state, twin = made(), fsdp.step(made(), skip=skips)
     state._executor.finish(state)
     given, run = state._executor.reductions.given, state._executor.run
-    lacking = given.agree(run, run.compare(run.vote(0, given.vote())))
+    lacking = given.agree(run, run.compare(run.vote(0, 0, given.vote())))
     run.confirm()
     state = state._evolve(opt=counting(state, lacking))
     before = keep(state, lacking.given)
