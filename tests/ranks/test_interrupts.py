@@ -247,11 +247,10 @@ def stopped_in_a_look(place: str, begun: bool) -> list[Any]:
     spec = fsdp.Spec(fsdp.local_mesh("cpu"), fsdp.zero3("data"))
     state, other = (fsdp.shard({"a": torch.arange(12.0).view(3, 4)}, spec, fsdp.sgd(lr=0.1)) for _ in range(2))
     run: Any = runtime_of(spec.mesh)
-    lineage: Any = state.version.lineage
-    look = lineage.look
+    look = run.come_to_look
 
     def stops(*args: Any) -> None:
-        if place == "look":
+        if place == "come_to_look":
             look(*args)
         raise KeyboardInterrupt
 
@@ -266,7 +265,7 @@ def stopped_in_a_look(place: str, begun: bool) -> list[Any]:
         other, _ = fsdp.unshard(other)
     with ExitStack() as stack:
         if dist.get_rank() == 0:
-            stack.enter_context(mock.patch.object(lineage if place == "look" else run, place, stops))
+            stack.enter_context(mock.patch.object(run, place, stops))
             stack.enter_context(pytest.raises(KeyboardInterrupt))
         else:
             stack.enter_context(pytest.raises(fsdp.RestartError))
@@ -275,7 +274,7 @@ def stopped_in_a_look(place: str, begun: bool) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("place", "begun"), [("tally", False), ("look", False), ("now", False), ("now", True)])
+@pytest.mark.parametrize(("place", "begun"), [("tally", False), ("come_to_look", False), ("now", False), ("now", True)])
 def test_whoever_is_stopped_in_a_look_meets_the_others(place: str, begun: bool) -> None:
     assert launch(stopped_in_a_look, (place, begun), nprocs=2, simulate=True) == [[float(i) for i in range(12)]] * 2
 
