@@ -66,6 +66,7 @@ from ._shared.torch_names import (
     forward_ad,
     func_transforms,
     parametrize,
+    python_dispatch,
     set_forward_enabled,
 )
 
@@ -104,6 +105,9 @@ MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
 )  # torch's, of a process: a rank begins with those of the caller
 
+WITHIN = [name for name in vars(python_dispatch) if name.startswith("_is_in_")]  # whether a mode of dispatch is active
+tell_guards = getattr(python_dispatch, "set_is_in_mode_without_ignore_compile_internals", lambda within: None)
+
 
 class Own:
     """Attributes of modules, torchrun's variables, random generators, modes of torch, and where it prints.
@@ -141,6 +145,7 @@ class Own:
             (func_transforms, "JVP_NESTING"): 0,
             dual_level_verbs[0]: DUAL.enter,
             dual_level_verbs[1]: DUAL.exit,
+            **{(python_dispatch, name): False for name in WITHIN},
         }
 
     def leave(self) -> None:
@@ -154,6 +159,7 @@ class Own:
     def enter(self) -> None:
         for (module, name), value in self.places.items():
             setattr(module, name, value)
+        tell_guards(vars(python_dispatch).get("_is_in_any_mode_without_ignore_compile_internals", False))
         bring_back(self.traced)
         for (get, put), mode in zip(MODES, self.modes, strict=True):
             if get() != mode:

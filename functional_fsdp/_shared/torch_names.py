@@ -77,6 +77,7 @@ will_execute = torch._C._will_engine_execute_node  # in the backward that runs
 lift_on_host = torch._C._set_only_lift_cpu_tensors  # so that modes see the copy to the device that torch.tensor makes
 lifts_on_host = torch._C._only_lift_cpu_tensors
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many are active
+python_dispatch = _python_dispatch  # `_is_in_...`: flags of a process, though modes are a thread's; guards ask
 PROXY = torch._C._TorchDispatchModeKey.PROXY
 dispatch_mode_of: Callable[[Any], Any] = torch._C._get_dispatch_mode  # the one of a kind that is active, or None
 pre_dispatch_mode_of: Callable[[int], Any] = torch._ops.mode_stack_state_for_pre_dispatch().get  # 0: of PROXY

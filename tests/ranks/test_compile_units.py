@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from support.driven import refused
@@ -30,6 +31,7 @@ from support.tables import FULL, marked
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -505,6 +507,37 @@ def test_a_compiled_model_does_not_keep_the_transforms_of_it() -> None:
     gc.collect()
     assert [one() is not None for one in known] == [False, False, False, True]
     assert counter.frame_count == 1
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def within_a_mode() -> list[bool]:
+    """Whether torch holds this rank to be within a mode of dispatch. Each enters one in its turn, rank 0 first, and
+    leaves it in its turn."""
+    fsdp.local_mesh()
+    mode, rank, seen = Mode(), dist.get_rank(), []
+    for turn in range(4):
+        if turn == rank:
+            mode.__enter__()
+        if turn == 2 + rank:
+            mode.__exit__(None, None, None)
+        dist.barrier()
+        seen.append(is_in_torch_dispatch_mode())
+    return seen
+
+
+def test_each_is_within_its_own_modes_of_dispatch() -> None:
+    """Else the process keeps a flag of one that is over, and no compiled code is taken again: each call compiles."""
+    with fsdp.simulate(data=2) as ranks:
+        assert ranks(within_a_mode).get() == [[True, True, False, False], [False, True, True, False]]
+    counter = counting("eager")
+    run = torch.compile(lambda x: x + 1, backend=counter)
+    for _ in range(3):
+        run(torch.ones(2))
+    assert (is_in_torch_dispatch_mode(), counter.frame_count) == (False, 1)
 
 
 # ---------------------------------------------------------------- no silence

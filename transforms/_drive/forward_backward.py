@@ -54,7 +54,7 @@ from .._modules import copy_of, find_unit_modules, map_tensors, refuse_shapes, s
 from .._seed import seeded
 from ..norms import NonfiniteError, NonfiniteWatch
 from .buffers import Buffers, Rule, WriteWatch, clear, place, version, written
-from .driver import Driver, NoSession, Tensors, caller, refuse_nesting
+from .driver import Driver, NoSession, Tensors, caller, foreign_tracer, refuse_nesting
 from .settings import Settings
 from .unit_uses import Gradients, UnitUse, check_dtypes, precisions, values
 
@@ -209,7 +209,7 @@ class TracedDriver(Driver):
 
     def refuse_tracer(self) -> None:
         """Refuse Dynamo, as in a branch of `torch.cond`; another tracer is the package's own."""
-        if torch.compiler.is_dynamo_compiling():
+        if foreign_tracer() == "torch.compile":
             super().refuse_tracer()
 
     def regathered(self, call: UnitUse) -> None:
