@@ -5,7 +5,9 @@ Without a GPU: tensors of float64 stand for those on the device.
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -94,6 +96,16 @@ def test_a_read_gives_what_warm_up_read_and_is_compared(name: str) -> None:
     first, second, noticed = guarded(step, same, other)
     assert first == second == step(same)  # not what there is now
     assert noticed == (step(other) != first)
+
+
+def test_a_read_is_seen_before_anything_has_imported_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = inspect.unwrap(Recording.__torch_dispatch__)
+    again = types.FunctionType(raw.__code__, raw.__globals__)  # nobody has called it yet
+    early: Any = type("Early", (Recording,), {"__torch_dispatch__": again})
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    with early(SIDES) as record:
+        assert READS["item"](on_device(1, 2)) == 3
+    assert [one.given for one in record.reads.values()] == [3]
 
 
 def test_it_needs_no_numpy(monkeypatch: pytest.MonkeyPatch) -> None:

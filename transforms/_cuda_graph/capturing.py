@@ -38,10 +38,11 @@ OURS = "functional_fsdp"
 
 
 def root_of(frame: FrameType) -> str:
-    """The package that the frame's code is in; "torch" for what Inductor has written."""
-    if "torchinductor" in frame.f_code.co_filename:
-        return "torch"
+    """The package that the frame's code is in; "torch" for what Inductor has written, and for what calls modes as torch
+    does."""
     name: str = frame.f_globals.get("__name__") or ""
+    if "torchinductor" in frame.f_code.co_filename or name == torch_private.TorchDispatchMode.__module__:
+        return "torch"
     return name.partition(".")[0]
 
 
