@@ -1,13 +1,21 @@
 """What a rank keeps of a bucket: flat buffers, the weights seen in them, and where gathered units lie.
 
-PackedWeight: a weight that is a few bytes, and a tensor of the compute dtype to all who ask.
+    PackedWeight         a weight in few bytes
+    FlatBuffer           a rank's part of a bucket, and its leaves
+    of_unit, of_tree     gradients that users give, checked and put in order
+    Stored, Loan         what gathers read; weights that are lent until their release
+    Gathered             whole buckets, of units that are gathered beside the plan
+    Place                where a planned unit lies in the arena
+    refresh              compute copies after an update
+
+`PackedWeight`: a weight that is a few bytes, and a tensor of the compute dtype to all who ask.
 
     bits [n] uint8, lent ── PackedWeight [n, m] bfloat16 ── an operation reads what the bytes stand for
 
 What autograd keeps of such a weight are its bytes: a backward unpacks them again. `Float8Weight` is one whose bytes
 linears of torchao take as they are.
 
-FlatBuffer: one rank's part of a bucket, and the one operation on it, `redistribute`.
+`FlatBuffer`: one rank's part of a bucket, and the one operation on it, `redistribute`.
 
     FlatBuffer(local [n / ranks], bucket, (("data", Sharded),), mesh)
         .redistribute({"data": Replicated})         all-gather: local [n]
@@ -15,9 +23,8 @@ FlatBuffer: one rank's part of a bucket, and the one operation on it, `redistrib
 What a transition issues is a `Route` (see `route`), found once and kept; this file only follows it, on the side lane.
 Gathers and reductions that a plan names are jobs on lanes of their own: see `_engine.gathers` and `_engine.reductions`.
 
-Gradients and the layout's order: what users give to `reduce`, checked before anything is sent; and what they see.
-
-They come in the order of the backward. Once all are there, `State.grads` has them in the order of main weights.
+Gradients: what users give to `reduce` is checked before anything is sent (`of_unit`, `of_tree`). They come in the order
+of the backward. Once all are there, `State.grads` has them in the order of main weights.
 
 Compute weights: where they come from, when a copy persists between steps, and where gathered units live.
 
@@ -29,11 +36,11 @@ gathered in float8, whatever the placement: a gather then moves bytes and casts 
 
 `Stored` is the flat buffers of a State, which are all that gathers and reductions read of it.
 
-Places: where a gathered unit lies in the arena, and the job that fills it.
+`Place`: where a gathered unit lies in the arena, and the job that fills it.
 
-main shard ──cast──▶ own slice of the unit's place ──all-gather, in place──▶ the unit's weights, as views
+    main shard ──cast──▶ own slice of the unit's place ──all-gather, in place──▶ the unit's weights, as views
 
-Refresh: compute copies that persist are brought up to date after main weights have changed.
+`refresh`: compute copies that persist are brought up to date after main weights have changed.
 
     main [n / ranks of main] ──cast──▶ own part of the copy [n / ranks of weights] ──all-gather──▶ the copy
 

@@ -1,27 +1,10 @@
-"""The verbs of a train step, and how a step starts over.
-
-The verb `step`: what it asks of ranks, and of an optimizer, eagerly; and how a step starts over.
-
-    checks ── finish reductions ── vote ── confirm ── update, in place ── compute copies ── the next state
-    nothing has changed                 │  from here on ranks cannot take the step back
-
-The update itself, when and where:
-
-    reduce lane   ── bucket 3 ──┬── bucket 2 ──┬── bucket 1 ──┐
-    update lane                 └── update 3 ──┴── update 2 ──┴── update 1 ──┐
-    compute       ── backward of 2 ── of 1 ── of 0 ──                        └── the step is over
-
-That is `Schedule(overlap_update=True)`; else compute updates everything after the backward.
-
-Leaves that got no gradient stay as they are: the optimizer leaves them out (`update_some`), or they are kept and put
-back. A traced step (`_graph/traced.py`) has the same parts of the update.
-
-The verbs of a train step: unshard, release, reduce. State first in, state first out.
+"""The verbs of a train step: unshard, release, reduce, step; and how a step starts over.
 
     state ── unshard ──▶ weights ── your loss, torch.func ──▶ gradients ── reduce ──▶ state.grads ── step ──▶ state
 
-What each starts, and when, is the plan's to say (see `advance`, and `executor` for how); compute waits for what it
-needs and nothing else. Which collective it is follows from the placement:
+State first in, state first out. What `unshard`, `release` and `reduce` start, and when, is the plan's to say (see
+`advance`, and `executor` for how); compute waits for what it needs and nothing else. Which collective it is follows
+from the placement:
 
 | verb    | zero3          | zero2          | zero1                | ddp                | hsdp                       |
 |---------|----------------|----------------|----------------------|--------------------|----------------------------|
@@ -30,6 +13,20 @@ needs and nothing else. Which collective it is follows from the placement:
 | step    | -              | all-gather     | all-gather           | -                  | -                          |
 
 "last": once, on the last microbatch.
+
+`step`, which comes first in the file, asks ranks and an optimizer:
+
+    checks ── finish reductions ── vote ── confirm ── update, in place ── compute copies ── the next state
+    nothing has changed                 │  from here on ranks cannot take the step back
+
+Until then a step starts over (`newest`, `drop_gradients`). The update itself, by `Schedule(overlap_update=True)`:
+
+    reduce lane   ── bucket 3 ──┬── bucket 2 ──┬── bucket 1 ──┐
+    update lane                 └── update 3 ──┴── update 2 ──┴── update 1 ──┐
+    compute       ── backward of 2 ── of 1 ── of 0 ──                        └── the step is over
+
+Else compute updates everything after the backward. Leaves that got no gradient stay as they are: the optimizer leaves
+them out (`update_some`), or they are kept and put back. A traced step (`_graph/traced.py`) has the same parts.
 """
 
 from __future__ import annotations

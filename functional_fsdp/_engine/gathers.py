@@ -1,12 +1,18 @@
-"""Gathers: how units that are asked for come to be there, and what their release sets free.
+"""Units that are asked for: when their gathers start, where they lie, and what a transport does to fill them.
 
-unshard ─▶ gathers to start now ─▶ the bytes' last release ─▶ gather lane ─▶ flying ─▶ compute waits ─▶ lent
-release ─▶ a mark on compute ─▶ gathers that waited for the bytes
+    Gathers    what a verb starts and sets free, one for each lineage
+    Arena      the bytes in which gathered units lie
+    Carrier    the transport's part: a unit's gather as a job on a lane; `extend.Carrier`, for transports of one's own
+
+`Gathers`: how units that are asked for come to be there, and what their release sets free.
+
+    unshard ─▶ gathers to start now ─▶ the bytes' last release ─▶ gather lane ─▶ flying ─▶ compute waits ─▶ lent
+    release ─▶ a mark on compute ─▶ gathers that waited for the bytes
 
 Units that no plan names are gathered outside of the arena: slower, never wrong. Ranks first agree on the unit; then
 compute waits for its gather, into bytes that are this unit's own.
 
-Arena: the bytes in which gathered units lie at planned addresses.
+`Arena`: gathered units lie at planned addresses.
 
     main shard ──cast──▶ own slice of the unit's place ──all-gather, in place──▶ the unit's weights, as views
 
@@ -25,14 +31,14 @@ behind it would come too late to be hidden.
 A unit's views are made once and handed out again and again, so that residuals that point at them stay good. They lie
 on the arena's bytes and have a version counter of their own: filling a place again is no in-place change to autograd.
 
-Carrier: what one lineage of states has of a transport on this rank. This one calls collectives, as most would.
+`Carrier`: what one lineage of states has of a transport on this rank. This one calls collectives, as most would.
 
     gather   Place ──fill──▶ a job: cast each shard into its own slice, gather in place        gather lane
     reduce   staged gradients ──▶ the collectives of a route; `exchange` is an exact sum's      reduce lane
 
 Its memory comes and goes with a step, unless it keeps an arena, or `staging` gives bytes that stay.
 
-What a transport of one's own can change: every gather that the plan names (`gathers`, and `gather` or `fill`), and the
+A transport of one's own can change every gather that the plan names (`gathers`, and `gather` or `fill`), and the
 first collective of an exact sum (`reduces` and `exchange`). All other reductions are collectives of a route, issued by
 `_engine.reductions`. What no plan names is gathered by collectives: whole trees, and units in a driven step before its
 order of use is known. Steps that are compiled whole have collectives only.

@@ -1,13 +1,27 @@
-"""Gradients, from a backward to where they are reduced.
+"""Gradients, from a backward to the main gradients: whose turn it is, where they are staged, what reduces them.
 
-Staging: gradients on their way from a backward to the main gradients.
+    Reductions   gradients come in any order, and are reduced in the plan's
+    Staging      each reduction's bytes and its job; when a reduction waits for bytes that others still have
+    StagedReduction, StagedBucket, Part      one reduction there; a bucket in it; that bucket on its way
+
+    reduce ──▶ its turn has not come: `Reductions.early`, kept as it is
+       └─────▶ due, in the plan's order ──▶ Staging.reduce
 
     gradients ──copy and cast──▶ staging [n] ──reduce-scatter, in place──▶ own slice ──(outer axis)──▶ main gradients
     compute lane   reduce lane                reduce lane                              outer lane
 
-On GPUs the copy runs beside compute, too; the gradients live until compute has waited for it, which it does when the
-next ones come. A reduction's staging is there from its copy until compute has waited for it, at the latest when it
-needs the room. How many reductions have staging at once (on GPUs their bytes are never more than the plan says):
+The last arrow copies or adds, or an update uses the sum up where it arrives. Two kinds of sums have other collectives
+in the place of the first reduce-scatter: exact ones (`_exact_sums`), and those that travel in a codec
+(`codecs.packed_reductions`). `Staging._steps` chooses. The first reduction of a step lands in the main
+gradients, which are allocated then; later ones are added, in their dtype. What was announced with
+`last_microbatch=False` may stay partial (see `Placement`); `Staging.complete` reduces the rest.
+
+Gradients are cast in two places: `StagedBucket.write` here, and `_flat` in `_graph/traced.py` (compiled steps).
+
+Where reductions are staged follows from two rules. `_plan_reductions` in `_plan/plan.py` gives addresses, and says how
+many in a row have bytes of their own (`Plan.slots`). `Staging._stage` waits until there is room: bytes are given back
+oldest first, so that a reduction may take those of the last but one. How many reductions have bytes at once (on GPUs
+never more bytes than the plan says):
 
 | lanes and transport                              | at once | where                                          |
 |--------------------------------------------------|---------|------------------------------------------------|
@@ -17,21 +31,9 @@ needs the room. How many reductions have staging at once (on GPUs their bytes ar
 | a transport keeps it, one lane does it all       | 1       | the same bytes for all                         |
 | a transport keeps it, else                       | 2       | at the plan's addresses (`Reduction.address`)  |
 
-Another cast of gradients is made in two places: `StagedBucket.write` here, and `_flat` in `_graph/traced.py` (compiled
-steps). The first reduction of a step lands in the main gradients, which are allocated then; later ones are added, in
-their dtype. What was announced with `last_microbatch=False` may stay partial (see `Placement`); `complete` reduces the
-rest.
-
-What a reduction does on its lanes, from what is staged to where gradients end (`Staging._steps`; exact sums, those of
-the third line, are `_exact_sums`):
-
-staging [n] ── reduce-scatter, in place ──▶ own slice ── (outer axis) ──▶ main gradients: copied or added
-staging [n] ── exchange ──▶ [ranks · n] ── sum in float32 ──▶             or used up where they arrive, by portions
-
-Reductions: how gradients that come in any order are reduced in the plan's.
-
-reduce ─▶ its turn has not come: early, kept as it is
-     └──▶ due, in the plan's order ─▶ staging ─▶ reduce lane
+On GPUs the copy runs beside compute, too; the gradients live until compute has waited for it, which it does when the
+next ones come. Staging is there from its copy until compute has waited for the reduction, at the latest when it needs
+the room. Predictions have the second rule once more: `_predict/prediction.py`, `look/timeline.py`, `look/tables.py`.
 """
 
 from __future__ import annotations
@@ -63,6 +65,12 @@ if TYPE_CHECKING:
     from .executor import Progress
 
 LARGE = 1 << 23  # bytes of a gradient that a kernel of its own copies faster than one for all of a unit
+OLD = 2  # uses, after which compute lets gradients go that are staged
+TAIL = 2  # reductions: the last ones of a step have little backward beside which they could travel
+
+_packed_sum, _exact_sum = provided("codecs.packed_sum"), provided("exact_sums.exact_sum")
+_used_up = provided("exact_sums.used_up")
+_equal_check, _error_feedback = provided("look.equal_check"), provided("codecs.ErrorFeedback")
 
 Tensors = list[torch.Tensor]
 Values = Sequence[torch.Tensor | None]  # a unit's gradients, in the order of `Unit.paths`; None means zeros
@@ -118,18 +126,18 @@ class Part(NamedTuple):
     job: Steps
 
 
-class StagingSlot:
-    """The staging of one reduction: its bytes, the slots in them, and marks.
+class StagedReduction:
+    """The staging of one reduction: its bytes, the buckets in them, and marks.
 
     Args:
         own: what comes and goes with each reduction: its bytes, if they are not `span`, and those beside it.
         span: the bytes of a peer memory or window, which stay.
     """
 
-    def __init__(self, own: Sequence[torch.Tensor], slots: list[StagedBucket], span: range | None = None) -> None:
+    def __init__(self, own: Sequence[torch.Tensor], buckets: list[StagedBucket], span: range | None = None) -> None:
         self.own = [(memory.untyped_storage(), memory.numel()) for memory in own]
-        self.slots = slots
-        self.single = len(slots) == 1
+        self.buckets = buckets
+        self.single = len(buckets) == 1
         self.span = span
         self.values: Values | None = None  # what is being copied here
         self.age = 0  # how many units were asked for since
@@ -140,12 +148,12 @@ class StagingSlot:
     @property
     def short(self) -> bool:
         """Whether each of its reductions is one collective at most, so that none goes on beside the next one."""
-        return all(len(way.collectives) <= 1 for slot in self.slots for way in slot.ways.values())
+        return all(len(way.collectives) <= 1 for one in self.buckets for way in one.ways.values())
 
-    def copied(self, run: Runtime, slots: Sequence[StagedBucket], values: Values) -> Steps:
+    def copied(self, run: Runtime, buckets: Sequence[StagedBucket], values: Values) -> Steps:
         """Copy and cast the values, on the lane that goes on with the reduction."""
-        for slot in slots:
-            slot.write(values)
+        for one in buckets:
+            one.write(values)
         self.staged = run.lanes.mark(self.staged)
         yield from ()
 
@@ -161,7 +169,7 @@ class StagingSlot:
         for storage, _ in self.own:
             storage.resize_(0)
 
-    def overlaps(self, other: StagingSlot) -> bool:
+    def overlaps(self, other: StagedReduction) -> bool:
         """Whether both lie in a peer memory or window, on the same bytes."""
         a, b = self.span, other.span
         return a is not None and b is not None and a.start < b.stop and b.start < a.stop
@@ -200,18 +208,11 @@ def copy_large(leaves: Tensors, values: Tensors) -> tuple[Tensors, Tensors]:
     return [leaf for leaf, _ in rest], [value for _, value in rest]
 
 
-def _moved(staged: Sequence[StagedBucket], slots: Sequence[StagedBucket]) -> Steps:
+def _moved(staged: Sequence[StagedBucket], buckets: Sequence[StagedBucket]) -> Steps:
     """What is staged elsewhere, to where it is sent from."""
-    for one, slot in zip(staged, slots, strict=True):
-        slot.whole.copy_(one.whole)
+    for one, there in zip(staged, buckets, strict=True):
+        there.whole.copy_(one.whole)
     yield from ()
-
-
-_packed_sum, _exact_sum = provided("codecs.packed_sum"), provided("exact_sums.exact_sum")
-_used_up = provided("exact_sums.used_up")
-
-OLD = 2  # uses
-TAIL = 2  # reductions: the last ones of a step have little backward beside which they could travel
 
 
 class Staging:
@@ -238,8 +239,8 @@ class Staging:
         self.digest = digest
         self.sink = sink
         self.feedback = feedback
-        self.stages: dict[int, StagingSlot] = {}
-        self.busy: deque[StagingSlot] = deque()
+        self.stages: dict[int, StagedReduction] = {}
+        self.busy: deque[StagedReduction] = deque()
         self.completing = False  # whether something beside them is under way
         self.unshared = False
         self.marks: dict[str, Mark] = {}  # the end of what is newest, and of all before it, by the lane that it ends on
@@ -253,34 +254,34 @@ class Staging:
         if self.unshared:
             self._reduce_unshared(unit, values, last)
             return
-        stage = self._slot(index, unit)
+        stage = self._stage(index, unit)
         if self.run.lanes.copies_on_lanes:
             self._let_go(self.busy)
         parts: list[Part] = []
         partial: list[Bucket] = []
-        slots: list[StagedBucket] = []
-        for slot in stage.slots:
-            bucket = slot.bucket
+        buckets: list[StagedBucket] = []
+        for one in stage.buckets:
+            bucket = one.bucket
             have = self.sink.grads.get(bucket.name)
-            whole = last if have is None else have.states == slot.ways[True].states
-            way = slot.ways[whole]
+            whole = last if have is None else have.states == one.ways[True].states
+            way = one.ways[whole]
             direct = not way.steps and way.divisor == 1 and bucket.wire is bucket.grads and not bucket.grads_on_host
             if have is None and direct:
                 self.seen[bucket.name] = bucket.name in self.seen
-                slot = slot.on(torch.empty(bucket.numel, dtype=bucket.grads, device=self.run.device))
-                self.sink.hold(bucket, slot.whole, way.states)
+                one = one.on(torch.empty(bucket.numel, dtype=bucket.grads, device=self.run.device))
+                self.sink.hold(bucket, one.whole, way.states)
                 job: Steps = iter(())  # it is not sent
             else:
                 stage.allocate()
                 beside = stage.single and index >= self.tail  # two at once would use one room at once
-                job = self._into(bucket, way, slot.whole, slot.spare, beside)
-            slots.append(slot)
+                job = self._into(bucket, way, one.whole, one.spare, beside)
+            buckets.append(one)
             parts.append(Part(bucket, way, job))
             if last and not whole:
                 partial.append(bucket)
-            if slot.differs:
+            if one.differs:
                 self._note(bucket, whole)
-        first, waits = self._copied(stage, slots, values)
+        first, waits = self._copied(stage, buckets, values)
         stage.done = self._submit(parts, stage.ready, stage.done, waits, first)
         if waits and stage in self.busy:
             self.busy.remove(stage)
@@ -288,7 +289,7 @@ class Staging:
         for bucket in partial:
             self.complete(bucket)
 
-    def _slot(self, index: int, unit: Unit) -> StagingSlot:
+    def _stage(self, index: int, unit: Unit) -> StagedReduction:
         """Where reduction number `index` is staged, once there is room. On the host nobody waits for room, as peers may
         wait for what this rank issues later: there each has bytes of its own, or is brought to the transport's bytes
         when those before it are done."""
@@ -305,7 +306,7 @@ class Staging:
             busy.popleft().free()
         return stage
 
-    def _make(self, index: int, unit: Unit) -> StagingSlot:
+    def _make(self, index: int, unit: Unit) -> StagedReduction:
         reduction = self.plan.reductions[index]
         stays = self.carrier.staging(unit, self.plan.staging)
         span = None if stays is None else range(reduction.address, reduction.address + reduction.nbytes)
@@ -318,7 +319,7 @@ class Staging:
             memory = stays[span.start : span.stop]
         received = 0
         by_name = {bucket.name: bucket for bucket in unit.buckets}
-        slots = []
+        buckets = []
         for part in reduction.parts:
             bucket = by_name[part.bucket]
             start = part.address - reduction.address
@@ -330,25 +331,25 @@ class Staging:
             if stays is not None:
                 ways = {last: self.carrier.reduces(way) for last, way in ways.items()}
                 check_kinds(one for way in ways.values() for one in way.collectives)
-            slots.append(staged(bucket, unit.paths, whole, spare, ways, self.run.lanes.copies_on_lanes))
-        self.stages[index] = StagingSlot(own, slots, span)
+            buckets.append(staged(bucket, unit.paths, whole, spare, ways, self.run.lanes.copies_on_lanes))
+        self.stages[index] = StagedReduction(own, buckets, span)
         return self.stages[index]
 
     def records(self, bucket: Bucket) -> Records:
         """What the verbs do with a bucket."""
         return records(bucket, self.run.position, self.average, self.carrier.traits)
 
-    def _copied(self, stage: StagingSlot, slots: list[StagedBucket], values: Values) -> tuple[Steps | None, bool]:
+    def _copied(self, stage: StagedReduction, buckets: list[StagedBucket], values: Values) -> tuple[Steps | None, bool]:
         """Have a unit's gradients copied to where they are staged. Returns what the reduction's job does before it
         communicates, and whether the job waits for those before it."""
         if self.run.lanes.copies_on_lanes:  # beside compute
             stage.values, stage.age, stage.ready = values, 0, self.run.lanes.mark(stage.ready)
-            return stage.copied(self.run, slots, values), False
+            return stage.copied(self.run, buckets, values), False
         taken = stage.span is not None and len(self.busy) > 0  # those before it may be there still
-        written = [slot.on(torch.empty_like(slot.whole)) for slot in slots] if taken else slots
-        for slot in written:
-            slot.write(values)
-        return _moved(written, slots) if taken else None, taken
+        written = [one.on(torch.empty_like(one.whole)) for one in buckets] if taken else buckets
+        for one in written:
+            one.write(values)
+        return _moved(written, buckets) if taken else None, taken
 
     def _submit(
         self, parts: Sequence[Part], after: Mark, mark: Mark = None, ordered: bool = False, first: Steps | None = None
@@ -456,10 +457,10 @@ class Staging:
             way = ways[whole]
             stage = torch.empty(bucket.numel, dtype=bucket.wire, device=self.run.device)
             spare = stage.new_empty(bucket.received if way.exact or way.codec else 0, dtype=torch.uint8)
-            slot = staged(bucket, unit.paths, stage, spare, ways)
-            if slot.differs:
+            one = staged(bucket, unit.paths, stage, spare, ways)
+            if one.differs:
                 self._note(bucket, whole)
-            slot.write(values)
+            one.write(values)
             self._submit([Part(bucket, way, self._into(bucket, way, stage, spare))], self.run.lanes.mark())
             self.run.lanes.keep(stage, spare)
             if last:
@@ -517,7 +518,7 @@ class Staging:
             stage.age += 1
         self._let_go(stage for stage in self.busy if stage.age > OLD)
 
-    def _let_go(self, stages: Iterable[StagingSlot]) -> None:
+    def _let_go(self, stages: Iterable[StagedReduction]) -> None:
         """Compute waits until their values were copied, which then are free."""
         for stage in stages:
             if stage.values is not None:
@@ -526,7 +527,7 @@ class Staging:
 
     def late(self) -> set[str] | None:
         """Buckets whose newest reduction compute has not waited for; None: it is not known which."""
-        return None if self.completing else {slot.bucket.name for stage in self.busy for slot in stage.slots}
+        return None if self.completing else {one.bucket.name for stage in self.busy for one in stage.buckets}
 
     def ends(self, lane: str, mark: Mark) -> None:
         """What a lane was given beside reductions ends there: compute waits for that, too, when they settle."""
@@ -554,9 +555,6 @@ class Staging:
         self.unshared = False
         self.seen.clear()
         self.digest = 0
-
-
-_equal_check, _error_feedback = provided("look.equal_check"), provided("codecs.ErrorFeedback")
 
 
 class Reductions:

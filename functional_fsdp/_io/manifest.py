@@ -1,6 +1,6 @@
-"""What of a state is saved, and what a checkpoint says of itself.
+"""What of a state is saved, what a checkpoint says of itself, and which states may read it.
 
-Parts: which tensors of a state are saved, under which names, and by which rank.
+`parts_of`: which tensors of a state are saved, under which names, and by which rank.
 
     main.layers.0.w            a leaf: the 1-D tensor of its elements. Each rank has runs of leaves, wherever its slices
     opt.mean.layers.0.w        of buckets are cut; replicas have the same runs, and take turns to write them
@@ -13,27 +13,34 @@ Parts: which tensors of a state are saved, under which names, and by which rank.
 So nothing that is saved depends on units, buckets, placement or the number of ranks. A plain tensor that ranks with the
 same experts hold differently is refused: it would be given to all of them.
 
-Manifest: `layout.json`, what a checkpoint says of itself.
+`layout.json`: what a checkpoint says of itself (`about_of`, `FIELDS`).
 
+format             which fields there are, and how they are written: `FORMAT`
 step, save         how many steps were taken; the token of the save, which its files name, too
 placement, mesh, average, optimizer      of the state that wrote it
 leaves             {path: {shape, dtype, trainable, label, ties}}, in the order of the tree; ties are further paths.
-                   Of leaves that were cut along axes of the model's own also "cuts", [[axis, ranks, dim, sizes], ...]
+                   Of packed leaves also "codec"; of those that were cut along axes of the model's own also "cuts",
+                   [[axis, ranks, dim, sizes], ...]
 paths, tree        all paths in the tree's order; its dicts, lists and tuples, with numbers of paths in the leaves'
                    place, or null where it is made of something else
 extras, buffers    [[keys, "leaf" or "plain"], ...], of what lies under these names; null where keys are no text
 local_buffers      paths of buffers that may differ by rank, as `shard(local_buffers=)` said
 src                the rank that had the values where only one had them (`shard(src=)`), or null
+activations        {path of a module: what becomes of what it saves}, where `T.budget` chose that; no reader asks for it
 tensors            {name: [dtype, shape, chunks]}, a chunk is [start, stop, file, offset, length, data, sums]
 files              {name: bytes}, every file beside this one
 metadata           sha256 of `.metadata`
 digest             sha256 of all of the above, so that a flipped byte shows
 
-Compatibility: what a checkpoint says of the state that wrote it, and what a state that reads it must have in common.
+Every file has what `FIELDS` lists: one more there is another `FORMAT`, and older files are refused. What is written
+only where it is given (codec, cuts, activations) needs neither: who reads it takes its absence for the default.
+
+Compatibility (`check_same`, `fits`): what a checkpoint says of the state that wrote it, and what a state that reads it
+must have in common.
 
 leaves: paths, shapes, ties, experts     must be the same
 placement, world, units, dtypes          are converted
-average, another optimizer, replicas     must be said, by `allow=`
+average, another optimizer, replicas     must be said, by `allow=` (`ALLOWED`)
 """
 
 from __future__ import annotations
@@ -70,6 +77,16 @@ from .folder import NOTE, inside, write_file
 SAVED = ("main", "opt", "buffers", "count", "rng", "extras", "residual")
 PLACE = " of "  # between a tensor's name and where the ranks are that have it
 MAY_DIFFER = ("buffers",)  # where ranks keep their own, the first one's are saved
+ALLOWED = ("average", "optimizer", "replicas")  # what `load(allow=)` may name
+METADATA = ".metadata"
+BLOCK = 1 << 22  # bytes of a tensor that have a sum of their own
+FORMAT = 3  # of `layout.json`
+FIELDS: dict[str, Any] = {
+    "format": int, "step": int, "save": str, "placement": str, "mesh": str, "average": str, "optimizer": str,
+    "leaves": dict, "paths": list, "tree": (dict, list, int, type(None)), "extras": (list, type(None)),
+    "buffers": (list, type(None)), "local_buffers": list, "src": (int, type(None)), "tensors": dict,
+    "files": dict, "metadata": str, "digest": str,
+}  # fmt: skip
 
 
 class SavedTensor(NamedTuple):
@@ -301,17 +318,6 @@ def refuse_packed(verb: str, leaf: Leaf) -> None:
         )
 
 
-METADATA = ".metadata"
-BLOCK = 1 << 22  # bytes of a tensor that have a sum of their own
-FORMAT = 3
-FIELDS: dict[str, Any] = {
-    "format": int, "step": int, "save": str, "placement": str, "mesh": str, "average": str, "optimizer": str,
-    "leaves": dict, "paths": list, "tree": (dict, list, int, type(None)), "extras": (list, type(None)),
-    "buffers": (list, type(None)), "local_buffers": list, "src": (int, type(None)), "tensors": dict,
-    "files": dict, "metadata": str, "digest": str,
-}  # fmt: skip
-
-
 class Chunk(NamedTuple):
     """Where elements [start, stop) of a tensor lie: in `file[offset : offset + length]` as torch.save wrote them, their
     bytes alone from `data` on. sums: CRC-32s, of what torch.save wrote around these, and of each block of them."""
@@ -462,9 +468,6 @@ def unchanged(folder: Path, note: Mapping[str, Any]) -> None:
 
 def _digest(about: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-
-
-ALLOWED = ("average", "optimizer", "replicas")
 
 
 def about_of(state: State) -> dict[str, Any]:

@@ -1,9 +1,14 @@
-"""What follows from a layout and a schedule: addresses, the order of uses, the plan, its collectives as records.
+"""What follows from a layout and a schedule, as integers: which bytes are live when, and where; and what is sent.
 
-Packing: things of given sizes, live at given times, get addresses in one stretch of bytes. Pure integers.
+    schedule + layout ─▶ uses (`program`) ─▶ lives (`lives_of`) ─▶ addresses (`pack`) ─▶ `Plan`
+                         reductions (`_plan_reductions`) ─▶ staging (`pack`) ───────────────┘
+    bucket + placement ─▶ `Records`: the collectives of each verb
 
-A thing keeps one address for all its intervals. Two things that are ever live at once share no byte. Below, units 0 to
-4 of a chain, each gathered while the one before it is used, forward and backward; time runs to the right:
+All is pure: no ranks, no device; every rank comes to the same. Part by part, in the order of the file:
+
+`pack`: things of given sizes, live at given times, get addresses in one stretch of bytes. A thing keeps one address for
+all its intervals. Two things that are ever live at once share no byte. Below, units 0 to 4 of a chain, each gathered
+while the one before it is used, forward and backward; time runs to the right:
 
     top     +-----------------------------------------------+
             |     [  1  ][   3   ]     [   3   ][  1  ]     |  odd ones hang from the top
@@ -25,9 +30,8 @@ Things that meet are looked at in pairs, up to `PAIRS` a thing. Where more meet,
 others meet, are stacked above at once, so that only the rest is looked at; where the rest has more pairs, too, nothing
 shares a byte.
 
-Program: which units are used one after another, and at which use each gradient is complete. Pure.
-
-The default order, where `a` is tied to a leaf between `c` and `d` (and so used there again):
+`Program`: which units are used one after another, and at which use each gradient is complete. The default order, where
+`a` is tied to a leaf between `c` and `d` (and so used there again):
 
     use      0    1    2    3    4  |  5    6    7    8    9
     unit     a    b    c    a    d  |  d    a    c    b    a        backward is forward reversed
@@ -40,8 +44,8 @@ backward is through with all that came after it:
     unit     a    b    c |  c    b
     reduces                 c    b, a
 
-An order is what a lineage knows of how its units are used: one value, of four kinds; `_extend` has the guessed
-one, that of driven modules.
+`KnownOrder`: what a lineage knows of how its units are used: one value, of four kinds; `_extend` has the guessed one,
+that of driven modules.
 
     Schedule(order=[...])          fixed
     Schedule(order="recorded")     recorded ── the first step, without a plan ──▶ fixed: as the first rank used them
@@ -50,9 +54,8 @@ one, that of driven modules.
 While an order is recorded, every use is one that no plan names. A guess is followed, and what ranks really did becomes
 the order after the first step.
 
-Plan: when each unit is gathered, how long it lives, and where. Pure: a layout and a schedule in, integers out.
-
-A plan is a cyclic program of uses. Three units in the default order, at depth 1 (`g` gathered meanwhile, `U` used):
+`Plan`: when each unit is gathered, how long it lives, and where. A plan is a cyclic program of uses. Three units in the
+default order, at depth 1 (`g` gathered meanwhile, `U` used):
 
     use      0    1    2    3    4    5
     unit     a    b    c    c    b    a
@@ -63,11 +66,10 @@ A plan is a cyclic program of uses. Three units in the default order, at depth 1
 While a use computes, the gathers of the next `prefetch` uses are in flight; a unit's bytes are live from the use whose
 `unshard` starts its gather to the use whose `release` ends its life, both included. Weights change in `step`, so no
 gather runs past the last use. Gradients leave through staging, sized by what travels: a reduction holds its staging
-until the next but one needs some, so that compute waits for a reduction only when two more are due.
+until the next but one needs some, so that compute waits for a reduction only when two more are due. Here is where it
+lies; that it is waited for is the engine's (`_engine/reductions.py`, which has a table).
 
-    schedule + layout -> uses (`program`) -> lives (`lives_of`) -> addresses (`pack`) -> Plan (hash, print)
-
-Records: what each verb does with a bucket, as routes of collectives. Pure; worked out once a bucket.
+`Records`: what each verb does with a bucket, as routes of collectives; worked out once a bucket.
 
 | verb    | from               | to                     | as                                   |
 |---------|--------------------|------------------------|--------------------------------------|
@@ -107,6 +109,11 @@ Interval = tuple[int, int]  # first and last moment of a life, both included
 PAIRS = 100  # that are looked at, for each thing
 WORK = 150_000  # placements tried while searching for a better first fit
 PATIENCE = 12  # tries without progress before the next order
+TRIED = 1 << 20  # sets of units that are tried for a budget; of more kinds of units all or none stay
+ALIGN = STAGED  # bytes: every bucket in the arena and in staging starts at a multiple
+REDUCTIONS_AT_ONCE = 2  # reductions that may be under way at once
+
+_plan_table = provided("look.plan_table")
 
 
 class Packing(NamedTuple):
@@ -527,10 +534,6 @@ def _default(layout: Layout) -> tuple[str, ...]:
     return (*forward, *reversed(forward))
 
 
-_plan_table = provided("look.plan_table")
-TRIED = 1 << 20  # sets of units that are tried for a budget; of more kinds of units all or none stay
-
-
 class Gather(NamedTuple):
     """One gather of a unit: its bytes are live from the use `start` to the use `last`, both included.
 
@@ -607,10 +610,6 @@ def choose_kept(
     return {name for names, n in zip(saves.values(), counts, strict=True) for name in names[:n]}
 
 
-ALIGN = STAGED  # bytes: every bucket in the arena and in staging starts at a multiple
-REDUCTIONS_AT_ONCE = 2  # reductions that may be under way at once
-
-
 class Extent(NamedTuple):
     """A bucket's place: `arena[address : address + nbytes]`, or the same of staging (bytes)."""
 
@@ -666,7 +665,7 @@ class Reduction(NamedTuple):
     """A reduction's staging: bytes from `use` on. The next but one may take them, at `until` (all uses: nobody does).
 
     Where a transport keeps the staging, `address` is where its bytes are. With collectives each reduction allocates its
-    own, and the plan counts them. `until` is for peaks, prints and tests: `Staging.reduce` waits by itself.
+    own, and the plan counts them. `until` is for peaks, prints and tests: `Staging._stage` waits by itself.
 
     Several may fall on one `use`, of units that are used in the forward only. No two in a row share bytes, unless the
     plan has one slot: then all lie on the same, and the next one may take them. `received`:

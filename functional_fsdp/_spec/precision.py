@@ -1,13 +1,14 @@
-"""What an element is: codecs, and the precisions of a leaf.
+"""What an element is at each stage of a weight's and a gradient's life: a dtype, or a codec.
 
-Codec: how a tensor is packed into bytes, and read again. What a stage of a leaf's life may be in a dtype's place.
+    Precision, LeafPrecision     what was asked for; what it comes to for one leaf
+    Codec                        how a tensor is packed into bytes, and read again
+    Form                         a codec of one tensor: its shape, its dtype, and where each plane lies in the bytes
 
     tensor ── pack ──▶ planes {name: tensor} ── end to end ──▶ bytes [n] uint8      what is stored, and what travels
     tensor ◀── unpack ── planes ◀── views ── bytes [n]                              what compute sees, rounded
 
-A codec knows no ranks. A `Form` is a codec of one tensor: its shape, its dtype, and where each plane lies in the bytes.
-
-Precision: the dtype of each stage of a weight's and a gradient's life.
+A codec knows no ranks. Those that are ready are in `codecs/blocks.py`; what they do on the wire is
+`codecs/packed_reductions.py`, in gathers `codecs/rows.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from .._common.calls import provided
 from .._common.errors import SpecError, expect
 
 START = 16  # bytes: each plane begins at a multiple of it, so that it can be read in its dtype
+FLOATS = (torch.float64, torch.float32, torch.bfloat16)
+FLOAT8S = (torch.float8_e4m3fn, torch.float8_e5m2)
+_check_codecs = provided("codecs.check_precision")
 
 Shape = tuple[int, ...]
 Planes = dict[str, torch.Tensor]
@@ -37,9 +41,11 @@ class Codec:
 
     Attributes:
         block: how many elements of a tensor, flattened, are packed together, without a look at others. 0: all of them.
-            Only codecs with blocks can be on the wire: `Precision(wire=)`.
+            Only codecs with blocks can be on the wire, `Precision(wire=)`, gathered of leaves that train, or moments.
+            Parts of whole blocks are then packed apart: `pack` gets float32 [k * block], and dim 0 of each plane goes
+            over elements or blocks in order, so that the planes of some blocks are a slice of those of all.
 
-    Example: see the guide's page on codecs, which has one of 30 lines.
+    Example: see the guide's page on codecs, "A codec of your own", which has one for leaves and one for wires.
     """
 
     block: int = 0
@@ -144,11 +150,6 @@ class Form:
 
     def __str__(self) -> str:
         return f"{self.codec} of {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
-
-
-_check_codecs = provided("codecs.check_precision")
-FLOATS = (torch.float64, torch.float32, torch.bfloat16)
-FLOAT8S = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _dtype(given: Any) -> torch.dtype | None:

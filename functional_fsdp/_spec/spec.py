@@ -1,17 +1,15 @@
-"""What a run is asked for: when its units are gathered, and all else of a spec.
+"""What a run is asked for, as values: a Spec ties placements, precision, units, a schedule and a transport to a mesh.
 
-Schedule: what a user says about when units are gathered and what stays gathered. `plan` works it out on a layout.
+    Schedule     when units are gathered, and what stays gathered; `plan` works it out on a layout
+    Transport    what carries the gathers of a plan, and exact sums, in eager steps
+    Spec         all of it
 
-What a user asks for: a Spec ties placements, precision, units, a schedule and a transport to a mesh.
-
-Nothing here touches a device or a process group.
-
-Transport: what carries the gathers of a plan and exact sums in eager steps, as a value in a Spec. Pure.
+Nothing here touches a device or a process group. Of a transport a Spec has the name and the options only:
 
     Spec(transport=...)   Transport   which one, its options, what of it shows in a layout and in records
                               │ on(run, layout)
                               ▼
-    executor              Carrier     what one lineage of states has of it on this rank: memory, jobs (`carrier`)
+    executor              Carrier     what one lineage of states has of it on this rank: memory, jobs
 
 A new transport is a file in `_transports` with a Transport and a Carrier, and a line in `_transports.auto`. Nobody
 else asks which one it is.
@@ -34,6 +32,8 @@ from .precision import Precision
 from .units import ByName, freeze_units
 
 Order = tuple[str | tuple[str, ...], ...]  # units in order of use; a tuple of them is used at once
+Rules = tuple[tuple[str, Any], ...]  # (pattern, value), first match wins
+_alongs, _cuts_of, _spec_table = provided("axes.alongs"), provided("axes.cuts_of"), provided("look.spec_table")
 
 
 @dataclass(frozen=True, init=False)
@@ -253,10 +253,6 @@ def transport_of(said: object) -> Transport:
         f"Spec(transport={said!r}): expected one of {', '.join(map(repr, NAMES))}, or a transport with options, as "
         f"fsdp.symmetric(zero_cta=True).{instance}"
     )
-
-
-Rules = tuple[tuple[str, Any], ...]
-_alongs, _cuts_of, _spec_table = provided("axes.alongs"), provided("axes.cuts_of"), provided("look.spec_table")
 
 
 def _rules(what: str, value: Mapping[str, Any] | None, kind: type) -> Rules:

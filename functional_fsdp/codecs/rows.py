@@ -1,13 +1,14 @@
-"""Rows of codecs for gathers, and what cannot be packed.
+"""Codecs in gathers, and what of a precision cannot be packed.
 
-Rows: the planes of a codec with blocks, row by row, so that a slice of a tensor's elements is a slice of its bytes.
+`Rows`: the planes of a codec with blocks, row by row, so that a slice of a tensor's elements is a slice of its bytes.
 
     elements [rows · width] ──pack──▶ bytes [rows, nbytes]: in each row the planes of its blocks, one after the other
 
 A rank packs its part of a bucket without a look at others', and an all-gather of the bytes has every leaf ready to be
 read. A row is of as many blocks as it takes for each of its planes to begin at a multiple of 16 bytes.
 
-What cannot be packed: refused where a precision is made, and where a layout is planned.
+What cannot be packed is refused where a precision is made (`check_precision`), and where a layout is planned
+(`refuse_gather`, `refuse_wire`).
 """
 
 from __future__ import annotations

@@ -110,9 +110,9 @@ def test_staging_is_no_part_of_a_graph() -> None:
     with torch.enable_grad():
         state, _ = forward_backward(state, on(state, batch(0, dist.get_rank(), 0)))
     stages = state._executor.reductions.staging.stages.values()
-    slots = [slot for stage in stages for slot in stage.slots]
-    assert slots
-    assert not any(slot.whole.requires_grad for slot in slots)
+    buckets = [one for stage in stages for one in stage.buckets]
+    assert buckets
+    assert not any(one.whole.requires_grad for one in buckets)
     fsdp.step(state)
 
 
