@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import pickle
 from collections.abc import Callable
@@ -248,6 +249,8 @@ def variants() -> list[dict[str, Any]]:
         {"schedule": Schedule(prefetch=2)},
         {"schedule": Schedule("recorded")},
         {"schedule": Schedule(("a", ("a", "b")))},
+        {"transport": "copy_engine"},
+        {"mesh": {"data": 8, "model": 1}, "placement": fsdp.zero3("data"), "own": {"*": "model"}},
     ]
 
 
@@ -258,11 +261,12 @@ def test_specs_are_equal_by_value_and_hash_alike() -> None:
         assert hash(one) == hash(two)
 
 
-def test_every_argument_counts_for_equality() -> None:
+def test_every_argument_counts_for_equality_and_is_printed() -> None:
     specs = [Spec(**{"mesh": {"data": 8}, **change}) for change in variants()]
+    assert {name for change in variants() for name in change} == {*inspect.signature(Spec).parameters}
     for one, two in itertools.combinations(specs, 2):
         assert one != two
-    assert len(set(specs)) == len(specs)
+    assert len(set(specs)) == len(set(map(str, specs))) == len(specs)
 
 
 def test_a_mapping_given_to_spec_may_change_afterwards() -> None:
