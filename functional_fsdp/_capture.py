@@ -1,6 +1,11 @@
-"""Steps that are captured once and replayed: votes, vetoes, and updates where gradients arrive.
+"""Steps that are captured once and replayed (`T.cuda_graph`): votes, vetoes, and updates where gradients arrive.
 
-Updates on arrival: what a captured step does with gradients that the eager step before it updated beside the rest.
+    Capture             what the lineage and the log must know of such a step
+    Veto                who may take a replay back
+    UpdatesOnArrival    which buckets are updated before the step's end
+    Arrival             one of them: gradients that are used up piece by piece
+
+`UpdatesOnArrival`: what a captured step does with gradients that the eager step before it updated beside the rest.
 
     eager      ── reduce 3 ─▶ main gradients ─┬─ reduce 2 ─▶ main gradients ─┬── ...    step: ranks vote, then update
                                               └─ (update 3)                  └─ (update 2)
@@ -10,7 +15,7 @@ An eager step votes before anything changes, so its main gradients wait. A captu
 comes after a vote. So there each bucket is updated where its gradients arrive (see `Arrival`), with the same
 bits, if the eager step before it has shown that nothing looks at gradients and weights in between.
 
-Arrivals: gradients that are used up where they arrive, piece by piece, so that there are no main gradients.
+`Arrival`: gradients that are used up where they arrive, piece by piece, so that there are no main gradients.
 
     reduce lane   copies of 3 ─ sum 3a ─ update 3a ─ sum 3b ─ update 3b ─ copies of 2 ─ sum 2a ─ ...
 
@@ -25,7 +30,7 @@ come at once, and are used up while the next reduction travels:
     reduce lane   1a comes ─ 1b comes ──────────────┬─ 0a comes ─ 0b comes
     update lane              sum 1a ─ update 1a ─ sum 1b ─ update 1b ─ sum 0a ─ ...
 
-Capture: what the lineage and the log must know of a step that is captured once and replayed (`T.cuda_graph`).
+`Capture`: the step as a transaction.
 
     capture    the verbs run as always, on the host; on the device nothing runs, so nothing is logged as issued
     replay     enter, vote, launch, log, commit: a transaction like any step, whose verbs are not called again
@@ -33,8 +38,7 @@ Capture: what the lineage and the log must know of a step that is captured once 
 Where the step was captured, the device's part is the caller's: `launch` puts it in motion. Ranks may mix: one captures
 or replays a step that another takes eagerly, with the same collectives and the same votes.
 
-A captured step that the device of any rank may take back, after ranks have voted for it and before it changes
-anything.
+`Veto`: the device of any rank may take a replay back, after ranks have voted for it and before it changes anything.
 
     device   forward, backward ──▶ flag ──▶ largest of all ranks' flags ──▶ the update, where it is 0
     host     vote, confirm, launch                  └──▶ a copy on the host ──▶ commits, or goes back

@@ -1,8 +1,13 @@
 """Other ranks: their processes, their memory, and groups with them.
 
-What ranks compare, and where: ballots, the host's memory in which those on one host compare them, and who has ended.
+    Case, Ballot               what ranks compare, as a number
+    HostVote                   where those on one host compare it: shared memory
+    ProcessWatch               who has ended
+    new_group, level, forget   the process groups of lanes
+    PatientStore               a store that may be cut off
+    Processes                  all of this for ranks that are processes; simulated ranks have a medium of their own
 
-HostVote: where ranks on one host compare numbers, a cell for each in shared memory. Takes microseconds.
+`HostVote`: where ranks on one host compare numbers, a cell for each in shared memory. Takes microseconds.
 
     cells[ballot % 2][rank] = ballot number and value, in one word
 
@@ -12,24 +17,22 @@ gloo.
 
 Behind those rows lie what ranks on CPUs say of the jobs of each lane: see `Log` in `_runtime/agreement.py`.
 
-ProcessWatch: which of the other ranks' processes have ended, as far as this one can see them: those on its host.
+`ProcessWatch`: which of the other ranks' processes have ended, as far as this one can see them: those on its host.
 
 Nobody needs to ask them: the kernel says so (pidfds, Linux 5.3). Of ranks elsewhere one hears when a connection breaks.
 
-The process groups that lanes have: how they are made, beside whatever other groups there are.
+Process groups: torch names a group that only its own ranks make by those ranks and by how many groups the process is
+in. Where a program has made a group of some ranks, as `dist.new_group([0])` on all of them does, ranks would call ours
+by different names and wait for each other; so `level` counts first. For the same reason groups are not destroyed, which
+would have names come twice: those of a mesh that nobody holds any more go to the next one of the same ranks.
 
-torch names a group that only its own ranks make by those ranks and by how many groups the process is in. Where a
-program has made a group of some ranks, as `dist.new_group([0])` on all of them does, ranks would call ours by different
-names and wait for each other; so `level` counts first. For the same reason groups are not destroyed, which would have
-names come twice: those of a mesh that nobody holds any more go to the next one of the same ranks.
-
-PatientStore: the ranks' store, where whoever keeps it is on another host, and may be cut off.
+`PatientStore`: the ranks' store, where whoever keeps it is on another host, and may be cut off.
 
 torch's client waits for an answer without end, and not even an interrupt comes through. So a thread asks; if it is kept
 waiting longer than a collective would be, the store counts as lost, and each later call says so at once.
 
-Medium: by what the ranks of a mesh reach each other before they have communicators, and how they wait. Processes
-have this one; a process group that is something else brings its own, as an attribute `medium`.
+A medium is by what the ranks of a mesh reach each other before they have communicators, and how they wait. Processes
+have `Processes`; a process group that is something else brings its own, as an attribute `medium`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,14 @@
 """What `extend` gives to transforms: changes to a state, and sessions, which drive the units of one.
 
+    GuessedOrder, combined         the order in which a driven module uses units
+    take_turn, differ              a pass in which ranks agree on each use: its first step
+    PlannedCopies                  residuals of a unit that is gathered elsewhere now
+    ranks_of, seeds, lineage_of    who computes with a state
+    Session                        one call that drives the units of a state
+    begin_round, end_round         gradients that are added once
+    shards, total                  this rank's elements of gradients, and sums of them
+    change, change_weights         changes in place
+
 Orders of use that driven modules come to: a guess, from a module's structure, and what ranks did in the first step.
 
     rank 0   a    c    | c    a          combined   a  b  c  | c  b  a
@@ -15,12 +24,10 @@ Passes in which ranks agree on each use: the first step of a driven module, whos
 Ranks may come to units in orders of their own, and to different ones. Each says what it wants next; of that, all gather
 what comes first in the plan, until this rank has its own. The others wait meanwhile, or are done, and help.
 
-Residuals of an earlier use of a unit, where it is gathered elsewhere now.
+`PlannedCopies`: a unit that driven modules use lies by the plan in one use, and off the plan in another one of the same
+step. What autograd kept points at the bytes of the first one.
 
-A unit that driven modules use lies by the plan in one use, and off the plan in another one of the same step. What
-autograd kept points at the bytes of the first one.
-
-Session: one call that drives the units of a state for its caller, and tells the schedule what verbs do not say.
+`Session`: one call that drives the units of a state for its caller, and tells the schedule what verbs do not say.
 
 Session(state, verb, order)    the call may use this state; the plan goes by its order
 begin                          a forward that trains begins
@@ -30,8 +37,6 @@ expect, skip                   which gradients will come, and which will not
   unshard, reduce, release
 all_done, end                  the backward is over
 rest                           in the place of all from `begin` on: weights were only looked at
-
-Also here, what a transform sees of who computes with a state: its mesh, this rank, the lineage, and random numbers.
 
 Rounds: gradients that a transform adds for the user are those of one step, once.
 

@@ -1,17 +1,18 @@
 """Memory of the host: what lies there is updated in portions, what that costs, and copies to and from it.
 
-Buckets in the host's memory: their bytes, and updates of them in portions.
+    HostBytes, host_memory          the host's memory as a device's tensors, by `Placement.memory_kind`
+    gradients_on_host               main gradients in it, which keep it from step to step
+    Cut, cuts                       parts of FlatBuffers
+    Portion, Streamed, stream       updates part by part, through the device
+    CopyLane, HostBuffers           copies to and fro, on a lane of their own
+    planned_transfer, host_transfer what it costs, in bytes and seconds
 
-Memory of the host as a device's tensors: what lies there by `Placement.memory_kind`, and main gradients in it.
-
-Main gradients that lie in the host's memory keep it from step to step.
-
-Cuts of FlatBuffers: some elements in a row, as a FlatBuffer, for updates that go element by element.
+`cuts`: some elements in a row, as a FlatBuffer, for updates that go element by element.
 
 cuts(numel, width, nbytes)      [start, stop) of each part
 cut(buffer, local, start)       the part as a FlatBuffer
 
-The update of what lies in the host's memory: part by part through two buffers on the device.
+`stream`: the update of what lies in the host's memory, part by part through two buffers on the device.
 
     fetch lane   ── 3 to buffer 0 ── 2 to buffer 1 ──          ── 1 to buffer 0 ──
     update       ─────────────────── update 3 ─────── update 2 ─────────────────── update 1 ──
@@ -22,20 +23,18 @@ those are in the host's memory, too. The optimizer sees tensors of the device. C
 from these, so nothing is fetched twice. With `Schedule(overlap_update=True)` the middle row is a lane, too, and a
 portion starts when its gradients are there; else it is compute, after the backward. On the CPU it is all in a row.
 
-Copies between a device and the host's memory, on a lane of their own, and the host's buffers for them.
+`CopyLane`: copies between a device and the host's memory, and the host's buffers for them.
 
     compute   ... makes t ──┐                     ┌── waits, lets t go ...         ┌── waits, reads t ...
     lane                    └── t to the host ──┘   ...   ┌── t from the host ──┘
 
 A lane belongs to a device, since no rank waits for what it does. On the CPU it is the host's present.
 
-What it costs that a state lies in the host's memory, by plan: bytes each way, and seconds at a bandwidth.
+`host_transfer`: what it costs that a state lies in the host's memory, bytes each way and seconds at a bandwidth.
 
 forward, backward   compute shards ──▶ device, for each gather     main gradients ──▶ host
 step                main weights, what the optimizer keeps, main gradients ──▶ device
                     main weights, what the optimizer keeps, compute shards ──▶ host
-
-host_transfer: what it costs that a state lies in the host's memory, in bytes and seconds.
 """
 
 from __future__ import annotations

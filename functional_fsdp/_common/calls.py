@@ -1,4 +1,10 @@
-"""What a call on a State goes through: ranges, interrupts, who is tracing, entries.
+"""What a call on a State goes through before it does anything, and how the core calls what it does not import.
+
+    ranged                        a name in a profile
+    guard, uninterruptible        where an interrupt has to wait
+    tracing, traced_as            whether a graph is made, and which function then runs
+    verb, alone                   entries: all of these, and that no other thread is inside
+    provide, provided             what the core calls by name, and a satellite has
 
 Ranges: names in a profile for what the package does, on the thread and the stream where it happens.
 
@@ -21,11 +27,10 @@ milliseconds whether the main thread has left what must not be stopped, and send
 second gets through whatever runs. Handlers of the program's own are called as they would have been, only later. Python
 runs handlers in the main thread only, so elsewhere there is nothing to do.
 
-Whether the code that runs now is being traced: by torch.compile, or by `lower`; and what a function is then.
-
-A function that is done in another way in a graph names that way where it is defined: `verb`, `alone` (see `calls`) and
-`traced_as` choose between the two, and nothing below them asks again. Traced, a function is plain tensor operations and
-functional collectives (in the satellite `_graph`), with no stream, no event and no state in Python.
+Tracing is by torch.compile, or by `lower`. A function that is done in another way in a graph names that way where it is
+defined: `verb`, `alone` and `traced_as` choose between the two, and nothing below them asks again. Traced, a function
+is plain tensor operations and functional collectives (in the satellite `_graph`), with no stream, no event and no state
+in Python.
 
 Entries: what a call that works on a State goes through first, beside its own checks.
 

@@ -1,17 +1,21 @@
 """Where a program of uses stands, and what follows from each verb there.
 
-Cursor: where a program stands, as a value. Names and integers only: it keeps no tensor, no event and no bytes alive.
+    Cursor                where it stands, as a value
+    advance               the rules: (plan, cursor, event) -> (cursor, actions)
+    Positions, nominal    the same, looked up
+
+All is pure, and the same on every rank. `Cursor`: where a program stands. Names and integers only: it keeps
+no tensor, no event and no bytes alive.
 
     plan     a    b    c  |  c    b    a        uses, forward and backward; `|` is the turn
     at                 ^                        the use that is expected next
 
 Every State carries the cursor that it was returned with: `print(state.cursor)`. What follows from it is said by
-`advance(plan, cursor, event)`, see `advance`; what has come of that so far is asked of the lanes, see `in_flight`.
+`advance(plan, cursor, event)`; what has come of that so far is asked of the lanes, see `in_flight`.
 
-Advance: what follows from where a program stands. Pure: (plan, cursor, event) in, (cursor, actions) out.
-
-Every rank issues gathers in the plan's order, and reductions in the plan's order, whatever it uses itself. So a use is
-matched with the program, and everything that the plan issues up to there is issued:
+`advance`: what follows from where a program stands. Every rank issues gathers in the plan's order, and reductions in
+the plan's order, whatever it uses itself. So a use is matched with the program, and everything that the plan issues up
+to there is issued:
 
 | a unit that is asked for                           | is taken for                                                 |
 |----------------------------------------------------|--------------------------------------------------------------|
@@ -58,7 +62,7 @@ for a unit whose turn is over begins the next round.
 | "agreed", unit       | ranks agree on what comes next until it is this                                            |
 | "free", unit         | its bytes are good no more                                                                 |
 
-Positions: an automaton of a plan, so that a step looks up what `advance` has worked out once.
+`Positions`: an automaton of a plan, so that a step looks up what `advance` has worked out once.
 
     Cursor ──("unshard", "a")──▶ Cursor ──("release", "a")──▶ Cursor ── ...       the nominal path: made with the plan
        └────("unshard", "c")──▶ Cursor ── ...                                     other paths: worked out when taken

@@ -1,9 +1,6 @@
-"""Where leaves lie: buckets, and the layout that makes them of leaves.
+"""Where leaves lie: `plan_layout` makes a `Layout` of leaves, by units, and of each unit's leaves its `Bucket`s.
 
-Bucket: the flat buffer of a unit's leaves of one kind, as a plan: which leaves, where, and how it is cut. Pure.
-
-Layout: leaves -> buckets -> offsets. Pure: shapes, a spec and axis sizes go in, offsets come out; no tensor, no
-ranks.
+Pure: shapes, a spec and axis sizes go in, offsets come out; no tensor, no ranks.
 
 A bucket is the flat buffer of a unit's leaves of one precision, trainability and placement. Leaves lie end to end, each
 aligned to 128 elements, so that every dtype's copy of the bucket shares offsets; the whole is padded to ranks × 128

@@ -1,6 +1,12 @@
 """What the ranks of a mesh tell each other on the host: which leaves got a gradient, and what they are about to do.
 
-Given: which leaves got a gradient in a step, on any rank that shares them. The others keep weights and moments.
+    GradientMask          which leaves got a gradient in a step
+    Log, Vote, Agreement  what was issued; ballots and exchanges; news of ranks that have left
+    Joint                 a call that fails on all ranks if it fails on one
+    Topic, agree          what ranks are to have been given alike, before there is a State
+
+`GradientMask`: which leaves got a gradient in a step, on any rank that shares them. The others keep weights and
+moments.
 
     reduce    notes the leaves of a unit that came (None means none), as a bitmask; ALL where all did, nearly always
     step      the vote carries whether this rank has them all; if none has, ranks exchange a row of bytes
@@ -14,7 +20,7 @@ The row has one byte a leaf; of leaves that ranks have each their own (experts) 
 The largest of each is what any rank got. A captured step has what it found when it was captured, and votes FIXED if
 that was not everything: replays of the same step then compare one number, and no rows.
 
-Agreement: how the ranks of a mesh compare what they are about to do, tell each other small things, and hear of it
+`Agreement`: how the ranks of a mesh compare what they are about to do, tell each other small things, and hear of it
 when one of them has left.
 
     compare     ballots: every rank's number, largest and smallest, for one of the cases of `Case`
@@ -31,14 +37,14 @@ An exchange gives bytes of every rank to every rank:
 
 Each is a job on the control lane like a ballot, so a rank that does not come to one is missed, and met, as there.
 
-Joint work: what every rank does at once, part by part, and raises together if it fails on any of them.
+`Joint`: what every rank does at once, part by part, and raises together if it fails on any of them.
 
     rank 0   do() ── error ──┐            raises its own error
     rank 1   do() ── value ──┴─ exchange ─ raises one of the same kind, which names rank 0 and what it met
 
 So that no rank waits in an exchange for one that has gone.
 
-Agreement: what ranks are to have been given alike, compared before a State is made of it.
+`agree`: what ranks are to have been given alike, compared before a State is made of it.
 
     rank 0   work() ── lines ── digests ──┐
     rank 1   work() ── lines ── digests ──┴─ one exchange ── alike: go on

@@ -1,6 +1,6 @@
-"""A State and its lineage, which makes a step a transaction.
+"""`State`: everything that training owns, as one frozen pytree; and its `Lineage`, which makes a step a transaction.
 
-Lineage: which state of a lineage is the newest, and whether a verb was stopped; it makes a step a transaction.
+A lineage knows which of its states is the newest (by `Version`), and whether a verb was stopped:
 
     base ──unshard──▶ ◦ ──reduce──▶ ◦ ──step──▶ base'
       ▲                                          (base is consumed)
@@ -13,8 +13,6 @@ A traced step runs no Python. What a compiler carries over from it is which obje
 writes: it marks the version that came in as spent, gives out a new one without a serial, and puts GRAPHED into the
 lineage. It reads nothing that changes from step to step, so nothing recompiles. `follow` does the rest when the lineage
 is next looked at.
-
-State: everything that training owns, as one frozen pytree. What makes a step a transaction is its `lineage`.
 """
 
 from __future__ import annotations
