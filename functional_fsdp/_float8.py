@@ -1,6 +1,6 @@
 """Weights gathered in float8: their scales, their casts, and the linears of torchao that take them as they are.
 
-Float8Weight: a weight that was gathered in float8. What compute sees of it: a tensor of the compute dtype.
+`Float8Weight`: a weight that was gathered in float8. What compute sees of it: a tensor of the compute dtype.
 
     bits [n, m] float8, lent ──┐                     ┌── a linear that multiplies in float8 takes bits and scale
     scale [] float32 ──────────┴── Float8Weight ─────┤
@@ -8,14 +8,14 @@ Float8Weight: a weight that was gathered in float8. What compute sees of it: a t
 
 autograd casts a gradient to its leaf's dtype. That of a float8 leaf would be float8, and this one's is bfloat16.
 
-Float8 linears: torchao's linears, in a skeleton, take a `Float8Weight` as it is, and do not cast it again.
+`take_float8`: torchao's linears, in a skeleton, take a `Float8Weight` as it is, and do not cast it again.
 
     skeleton_of(module)    each Float8Linear gets a subclass of its class; a module of one's own is not touched
     its forward            Float8Weight ── differentiable, nothing is copied ──▶ torchao's own tensor of float8
 
 torchao is not imported: it is there if one of its linears is.
 
-Scales of weights in float8, a number for each leaf, and the cast by it.
+`rescale`: scales of weights in float8, a number for each leaf, and the cast by it.
 
 It follows from the largest number of the whole leaf, and all leaves of all buckets ask the other ranks for it at once:
 
@@ -25,7 +25,7 @@ Main weights count as compute would see them, rounded to its dtype, and the numb
 scaling of a whole tensor. So a weight that is gathered in float8 has the bits of one that is gathered in the compute
 dtype and cast where it is used.
 
-Casts to float8: main weights, as compute would see them, times the scale of their leaf.
+`cast_float8`: main weights, as compute would see them, times the scale of their leaf.
 
 On a GPU of compute capability 9.0 on, one Triton kernel reads each weight once and writes its byte. Without Triton, and
 elsewhere, it is an operation after the other, some rows at a time. Both give the same bits.

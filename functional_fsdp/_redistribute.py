@@ -1,22 +1,22 @@
 """States made of states that live: of another spec (redistribute, freeze), or with other trees in them (replace).
 
-redistribute: a state into another strategy, mesh shape, precision, units, transport or schedule, without files.
+`redistribute`: a state into another strategy, mesh shape, precision, units, transport or schedule, without files.
 
 for each bucket of the old layout        one whole bucket at a time
     all-gather                           every rank has it whole
     copy the runs of its leaves          into the buckets of the new layout, which are made as they are needed
     let go of the old shard              so that memory stays that of the state and two units
 
-Give back the memory that eager steps keep, where a state goes on by compiled ones.
+`free_arena` gives back the memory that eager steps keep, where a state goes on by compiled ones.
 
-freeze and unfreeze: which leaves train, changed on a state that lives.
+`freeze`, `unfreeze`: which leaves train, changed on a state that lives.
 
 leaf            main weights    what the optimizer keeps
 trains on       same bits       same bits
 is frozen       same bits       dropped: no gradient, no update, no memory but for the weights
 is unfrozen     same bits       as `optimizer.init` makes it; its count of steps begins at zero
 
-Another tree in a State: other weights in a lineage of its own, other gradients, other extras.
+`replace_...`: another tree in a State: other weights in a lineage of its own, other gradients, other extras.
 
                   the new State                                   the old one
 replace_params    buffers of its own, which it may train on       stays as it is, and usable

@@ -1,9 +1,16 @@
 """Ranks that take turns in one process: what each has of its own, what they share, and how they reach each other.
 
-Own: what each rank has of its own that a process has once: it is put in place when the rank's turn comes, and taken
+    Own                                       what each has of its own
+    Turns, Rank                               whose turn it is; deadlocks, faults
+    Group, Meeting                            torch's ProcessGroup, in memory
+    Traffic                                   what they have sent each other
+    World, Lanes, Store, Watch, Vote, Medium  what they share, as the core asks for it
+    torch_world, enter_torch                  how torch comes to know them
+
+`Own`: what each rank has of its own that a process has once: it is put in place when the rank's turn comes, and taken
 away when it ends. Everything else that is the process's (globals of modules, the working directory) ranks share.
 
-Turns: ranks that are threads of this process, of which exactly one runs at a time. It passes the baton on where it
+`Turns`: ranks that are threads of this process, of which exactly one runs at a time. It passes the baton on where it
 waits for another rank, or ends.
 
     rank 0   ──compute── waits │                            │ ──compute── ...
@@ -14,17 +21,13 @@ So a run is deterministic. Time is that of waits: where no rank can go on, the c
 limit, which ends with "not yet", so that a rank looks around as between processes. Where that changes nothing either,
 nothing ever will: the ranks are stopped, and what each waits for is said.
 
-Groups of ranks that take turns: torch's ProcessGroup, whose collectives meet in memory.
+`Group`: torch's ProcessGroup, whose collectives meet in memory.
 
     rank 0   all_reduce ──▶ [ 0 ·  ·  · ]
     rank 2   all_reduce ──▶ [ 0 ·  2  · ]   the one that comes last does it for all of them, in order of ranks
     ...
 
 Each rank has an object of its own for a group; the n-th collective of each is the same one.
-
-World: what simulated ranks share, the lanes of one, and how torch and this package come to know them.
-
-Traffic: what simulated ranks have sent each other.
 """
 
 from __future__ import annotations

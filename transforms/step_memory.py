@@ -1,22 +1,25 @@
 """A step rehearsed without computing, and what its largest moment holds.
 
-Rehearsal: a forward and a backward of a driven model with tensors that have no memory, to see how much they keep.
+    Rehearsal         a forward and a backward with tensors that have no memory
+    ImaginedKernels   the operations that a GPU would choose, on the meta device
+    Clock, clocked    the same on this device, with seconds
+    step_memory       the largest moment, part by part
+
+`Rehearsal`: a forward and a backward of a driven model with tensors that have no memory, to see how much they keep.
 
 Torch's fake tensors stand for weights, inputs and everything that is computed. The driver is the one that trains, so
 activations live as long as in a step: what is recomputed or moved to the host is so here. Nothing is gathered, reduced
 or drawn.
 
-Imagined kernels: within this mode tensors on the meta device go through the operations that a GPU would choose.
+`ImaginedKernels`: within this mode tensors on the meta device go through the operations that a GPU would choose.
 
 Without it attention and RMSNorm on the meta device are what a CPU makes of them: many operations, and more that is kept
 for the backward. Of each operation here shapes, dtypes and what is kept for the backward are those of the kernel.
 
-Clocked: a forward and a backward of a driven model on this device, by one rank, with the seconds of each use.
+`clocked`: a forward and a backward of a driven model on this device, by one rank, with the seconds of each use.
 
 Weights are random numbers (on zeros a GPU is faster), in the compute dtype. Units whose leaves are alike have the same
 ones, so that a model that no device holds can be measured; what it keeps for its backward has to fit.
-
-step_memory: what a driven step takes where it takes most, part by part, without running it.
 """
 
 from __future__ import annotations

@@ -345,7 +345,7 @@ def _inside(thread: int) -> bool:
 
 
 def verb(traced: Callable[..., Any]) -> Callable[[F], F]:
-    """A verb runs without autograd, in one thread at a time (see `calls`), outside torch.inference_mode, and not
+    """A verb runs without autograd, in one thread at a time (see the top), outside torch.inference_mode, and not
     inside a torch.func transform (collectives cannot be differentiated).
 
     Args:

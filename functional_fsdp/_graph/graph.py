@@ -1,6 +1,10 @@
 """Steps as graphs: what is noted of one while it is made, and `lower`.
 
-graph: a function of a State as a graph of ATen operations and functional collectives, from fake tensors.
+    graph_of                   a function of a State, as a graph
+    lower, abstract_state      a train step as a graph, for ranks that need not be there
+    point_at_second_gathers    the pass that lets a backward read what it gathers again
+
+`graph_of`: a function of a State as a graph of ATen operations and functional collectives, from fake tensors.
 
     state, args ──fake tensors──▶ fn, run once ──▶ Graph
 
@@ -8,13 +12,13 @@ The verbs are the traced ones (`traced`), autograd's backward is traced as it ru
 that are driven (`T.forward_backward`) use units in an order of their own, which is known at the end only: where it is
 not the one that gathers were issued by, and the schedule leaves it open, the function is traced once more, by it.
 
-lower: a train step as a graph, without running it, for any number of ranks (as JAX's `jit(f).lower(...)`).
+`lower`: a train step as a graph, without running it, for any number of ranks (as JAX's `jit(f).lower(...)`).
 
     state, batch ──fake tensors──▶ train_step, traced ──▶ Lowered: graph, collectives, memory, operations
 
 No process group is needed, no GPU and no memory: `abstract_state` makes a state of shapes for a mesh of any size.
 
-A pass over the graph of a traced step.
+`point_at_second_gathers`, a pass over the graph of a traced step:
 
     forward    w1 = all_gather(shard) ──▶ y = x @ w1          backward as traced     dx = dy @ w1.t()
     backward   w2 = all_gather(shard) ──▶ (nobody)            after the pass         dx = dy @ w2.t()
@@ -100,7 +104,7 @@ class GraphBuild:
 
 @contextmanager
 def keep_residuals(residuals: bool) -> Iterator[None]:
-    """Whether, inside, a traced `T.vjp` keeps residuals and leaves the weights to `regather`; else it recomputes."""
+    """Whether, inside, a traced `T.vjp` keeps residuals and leaves the weights to the pass; else it recomputes."""
     if residuals:
         KEEPING.append(True)
     try:

@@ -10,16 +10,15 @@ Nothing in Python changes from one run to the next, so nothing recompiles; nothi
 the same graph. Which leaves get no gradient is a part of that graph: ranks compare it once, when they trace
 (`GraphPlan.lacking`).
 
-`step` as torch.compile sees it: the optimizer's update in plain operations, written into the state's own buffers;
-and other changes in place, of gradients and of weights (`_extend`).
+Other changes in place, of gradients and of weights (`_extend`), are written as those of `step` are.
 
-GraphPlan: what the traced verbs need of a layout, a plan and a mesh, worked out once, as tuples of plain values.
+`GraphPlan`: what the traced verbs need of a layout, a plan and a mesh, worked out once, as tuples of plain values.
 
 While torch.compile traces a step it runs Python slowly and guards what it reads; so nothing is planned there.
 
-    layout + plan + mesh ──▶ GraphPlan ──▶ `_graph.traced`'s verbs: which collectives, of which group, cut where
+    layout + plan + mesh ──▶ GraphPlan ──▶ the verbs here: which collectives, of which group, cut where
 
-Trace: the version of a state in the middle of a traced step, and what such a step may begin with.
+`Trace`: the version of a state in the middle of a traced step, and what such a step may begin with.
 
 It exists only while the step is traced. Where nothing is under way it is always the same, so that the rest of the step
 may be another compiled function; an eager verb that is given one raises.

@@ -1,6 +1,9 @@
 """Saves beside the training, by a process that writes.
 
-Writer process: the process that writes checkpoints for a rank, while the rank trains.
+    serve, started           the scribe: the process that writes for a rank, while the rank trains
+    async_save, Background   the rank's part
+
+The scribe:
 
       rank r                                      its scribe
         |---- "begin", folder, token ------------>|  of the first rank: makes the folder, and holds its lock
@@ -23,13 +26,13 @@ Scribes of one save meet in its folder, so that none of them needs a process gro
 A scribe computes nothing and holds nothing: what it writes lies in memory that it shares with its rank. It ends with
 its rank.
 
-Processes of this package's own, beside the caller's: fresh ones, never forks of it.
+Scribes are fresh processes, never forks of the caller's.
 
-Background: saves beside the training.
+The rank's part:
 
     the call       ranks agree on the folder (host); what is saved is copied into the pool, on the current stream, so
                    that the next step comes after that
-    from then on   this rank's scribe writes what lies in the pool (see `scribe`); the ranks go on training
+    from then on   this rank's scribe writes what lies in the pool (as above); the ranks go on training
 
 The pool is memory that a rank shares with its scribe, of the size of what it saves, pinned where there is CUDA. It and
 the scribe are made at the first save and stay.

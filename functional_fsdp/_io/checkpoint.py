@@ -1,16 +1,19 @@
-"""Checkpoints: the save that is under way, `save` and `load`.
+"""Checkpoints: `save` and `load`, and the save that is under way.
 
-Pending: the save of a mesh that is being written beside the training, one at most.
+    Saving, pending        the save of a mesh that is written beside the training, one at most
+    blank, made_for        a state without values, made from what `layout.json` says and a spec
+    with_replicas          what is read by other ranks than wrote it
+    save, load
 
-Checkpoints: leaves in the files of torch.distributed.checkpoint, written whole or not at all.
+A checkpoint has leaves in the files of torch.distributed.checkpoint, written whole or not at all.
 
     folder/            appears by one rename, when everything is on disk (see `folder`)
       layout.json      what it is: leaves, and where each one's elements lie (see `manifest`)
       .metadata        the same, for torch's tools
-      *.distcp         runs of leaves, one file for each rank that writes any (see `parts`, `writer`, `reader`)
+      *.distcp         runs of leaves, one file for each rank that writes any (see `manifest`, `pieces`)
 
 A state belongs to its leaves: any strategy, world, units and dtypes read what any others wrote (see
-`compatibility`). Whatever goes wrong on one rank is an error on every rank.
+`manifest`). Whatever goes wrong on one rank is an error on every rank.
 
 Leaves that ranks had of their own when they were saved may be read by ranks that have none, and the other way:
 
@@ -21,8 +24,6 @@ Leaves that ranks had of their own when they were saved may be read by ranks tha
     residual.w of replica 0, of replica 1   residual.w              what all of them owe; by replicas in turn
 
 Replicas that train apart (DiLoCo) hold the same whenever they have been averaged. Experts never do.
-
-Template: a state without values for a checkpoint, made from what `layout.json` says and a spec.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ with suppress(ImportError):  # no Unix: leftovers go by their age
 
 
 LOCK = "lock"
-NOTE = "layout.json"  # what a checkpoint has, see `note`
+NOTE = "layout.json"  # what a checkpoint has, see `manifest`
 YOUNG = 60.0  # seconds: without a lock, what is younger may be about to get one, or to be renamed
 FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 DEAD = 86400.0  # seconds without a write: where locks do not work

@@ -185,7 +185,7 @@ MOST_TIED = 1 << 20  # elements that are compared at once to tell whether two le
 
 
 class Source:
-    """Tensors by name, in files or in memory: each a tensor, an Entry or a Span (see `spans`)."""
+    """Tensors by name, in files or in memory: each a tensor, an Entry or a Span (see `contents`)."""
 
     def __init__(self, what: str, tensors: Mapping[str, Any]) -> None:
         self.what, self.tensors = what, tensors

@@ -1,5 +1,10 @@
 """Runs of tensors in the files of a checkpoint, and where the elements of a leaf lie in them.
 
+    write_tensors, write_metadata    the writer
+    read_tensors                     the reader
+    pieces, blocks                   which elements of the files a rank's part of a leaf is
+    recut, read_recut                the same for leaves that were cut along axes of the model's own
+
 Reader: runs of tensors out of the files of a checkpoint, wherever chunks were cut. Nothing that a file says is run.
 
     wanted      |-------- elements [start, stop) of main.w ---------|
@@ -16,7 +21,7 @@ Writer: tensors into the files of torch.distributed.checkpoint, each with whatev
 
 torch's own writer talks to all ranks while it writes and wraps what goes wrong; this one talks to none.
 
-Pieces: where in files the elements of a leaf lie that a rank holds; pure, and alike for reading and for writing.
+`pieces`: where in files the elements of a leaf lie that a rank holds; pure, and alike for reading and for writing.
 
     leaf in memory ── pieces: what it has in common with each leaf of the file; a stride in either for every dim
     run of a rank  ── boxes: what of a piece lies in the run
@@ -29,7 +34,7 @@ Pieces: where in files the elements of a leaf lie that a rank holds; pure, and a
 A leaf that the file holds as it is, is one piece, and a run of it one block; so is a leaf of a stack. Of a transposed
 one a run of whole rows has a block for each row of the file, and the whole leaf is one block.
 
-Recut: leaves that are cut along axes of the model's own by another number of ranks than when they were saved.
+`recut`: leaves that are cut along axes of the model's own by another number of ranks than when they were saved.
 
     there    main.w of tp 0, of tp 1    [n / 2] each       here    main.w of tp 0 to 3    [n / 4] each, or main.w [n]
              └── joined, a leaf at a time ──▶ whole leaf ── this rank's part ──▶ this rank's run of it

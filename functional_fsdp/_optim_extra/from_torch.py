@@ -1,6 +1,6 @@
 """Classes of torch.optim, and others of that kind: leaf by leaf, or all leaves at once.
 
-Optimizers that couple leaves: all of them whole on every rank, in one instance of the class itself.
+`AllLeaves`: optimizers that couple leaves. All of them are whole on every rank, in one instance of the class itself.
 
     shards    [ w0 w0 | w1 ] [ w1 w2 | w2 ]      weights and gradients; what the class keeps, as `WholeLeaves` has it
     gathered  an all-gather an axis, for each of them
@@ -8,7 +8,7 @@ Optimizers that couple leaves: all of them whole on every rank, in one instance 
 
 Every rank computes the same, so nothing travels back.
 
-Optimizers of torch.optim, and others' of that kind, on flat buffers: the class's own step, leaf by leaf.
+`FromTorch`: the class's own step on flat buffers, leaf by leaf.
 
     main["blocks.0"]  [ w ....... | bias . | w2 ]         this rank's slice: parts of leaves, views
     opt["exp_avg"]    [ ......... | ...... | .. ]         as main weights: what the class keeps for each element

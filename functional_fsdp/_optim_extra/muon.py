@@ -1,6 +1,6 @@
-"""Leaves that whole ranks own, and Muon, which sees each matrix whole.
+"""Leaves that whole ranks own (`Owners`), and `Muon`, which sees each matrix whole.
 
-Owners: which rank computes with which whole matrix, and how shards travel there and back. Pure.
+`Owners`: which rank computes with which whole matrix, and how shards travel there and back. Pure.
 
     shards, cut wherever bytes fall        whole matrices, one owner each
     rank 0  [ w0 w0 w0 w1 ]    ──▶         rank 0  w1  w2
@@ -18,7 +18,7 @@ What is kept for whole leaves need not travel: `homes` gives buckets in which ea
     slices of main weights    [ w0 w0 w0 w1 ] [ w1 w1 w2 w2 ]
     slices of what is kept    [ w1 w2       ] [ w0          ]
 
-Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"), in torch.optim.Muon's words.
+`Muon` (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"), in torch.optim.Muon's words.
 
     momentum    elementwise, on shards
     there       each matrix's update, in `ns_dtype`, to the rank that owns it: one all-to-all an axis
@@ -26,7 +26,7 @@ Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networ
     back        to the shards that it came from: one all-to-all an axis
     weights     w * (1 - lr * weight_decay) - lr * ratio * update, on shards
 
-What is stored stays flat; who owns what is a plan, see `_optim_extra.muon`. Replicas of a shard do the same,
+What is stored stays flat; who owns what is a plan. Replicas of a shard do the same,
 each within its own row.
 """
 

@@ -1,6 +1,12 @@
-"""Steps on paper: lanes played, and what their seconds are made of.
+"""Steps on paper: `predict`, the lanes that it plays, and what their seconds are made of.
 
-Lanes: a step on paper, event by event: the host issues, compute waits for its gather, others work beside it. Pure.
+    Traffic            what each gather and reduction sends, and how long that takes
+    Run, play          the lanes of a step, event by event
+    spared             what compiled code keeps less for the backward
+    predict            the whole
+    measure_links, measure_compute     figures of this machine, in the place of a table's
+
+`play`: a step on paper, event by event: the host issues, compute waits for its gather, others work beside it. Pure.
 
     host     [ a ][ b ][ c ]...               eager steps only: compute comes no earlier than the host
     gather   [a][ b ][ c ]      [ b ]  [a]    in plan order, each one after the other
@@ -10,19 +16,19 @@ Lanes: a step on paper, event by event: the host issues, compute waits for its g
 
 The next step begins where the updates end; the host may be ahead of it. Of three steps the last one counts.
 
-Traffic: what a unit's gather, its reduction and the refresh after an update send, and how long that takes. Pure.
+`Traffic`: what a unit's gather, its reduction and the refresh after an update send, and how long that takes. Pure.
 
 The records of the collectives are those that the engine carries out (`_plan.plan`). An axis whose ranks are on one
 host goes by the links within it, any other by those between hosts, and by as many of them as the group has ranks on a
 host.
 
-predict: seconds of a step on paper, and what they are made of.
+`predict`: seconds of a step on paper, and what they are made of.
 
 model, loss function, batch   ──rehearsal on the meta device──▶  kernels of each use, order of use, bytes alive
 spec                          ──layout, plan, records────────▶  gathers, reductions, updates by unit
 hardware                      ──────────────────────────────▶  seconds of each; lanes, event by event
 
-Spared: what compiled code keeps less for the backward than eager code does, use by use.
+`spared`: what compiled code keeps less for the backward than eager code does, use by use.
 
 A compiler that sees a unit's forward and backward at once keeps the cheapest tensors from which what the backward reads
 can be computed again by elementwise operations and reductions. Of these it computes nothing again that a product or an
@@ -31,9 +37,9 @@ the forward's tensors, as of torch's partitioner.
 
 Source: the min-cut partitioner of torch's functorch compiler (https://dev-discuss.pytorch.org/t/467).
 
-measure_links: latency and bandwidth along each axis of a mesh, from gathers of two sizes.
+`measure_links`: latency and bandwidth along each axis of a mesh, from gathers of two sizes.
 
-measure_compute: seconds of each use of a model's units on this device, measured once and kept.
+`measure_compute`: seconds of each use of a model's units on this device, measured once and kept.
 """
 
 from __future__ import annotations

@@ -480,7 +480,7 @@ class Agreement:
         Args:
             identity: of the state that the step began with (`Lineage.identity`).
             digest: of what this lineage issued since its last step.
-            given: whether this rank has a gradient for every leaf; see `_runtime.agreement`.
+            given: whether this rank has a gradient for every leaf; see `GradientMask`.
         """
         if self.size == 1:
             return None

@@ -18,7 +18,7 @@ asynchronous works, and goes on when these are done. gloo's own all-gather and r
 buffers; its broadcast and reduce work in place, so here a gather is one broadcast a slice, a reduce-scatter one reduce
 a slice, and an all-reduce both, one after the other. That is several times faster, and makes reduce-scatter and
 all-reduce equal bit for bit at every world size: the same reduces, in the same order. (A traced step on CPUs calls
-torch's functional collectives instead, of groups with one thread each: see `groups`.)
+torch's functional collectives instead, of groups with one thread each: `one_thread` in `_graph/traced.py`.)
 
 The host carries jobs on while it waits, and as far as they go without that when it submits the next one. It waits in
 short turns, and looks around in between: for works that other lanes wait for, for a peer that restarts, and for one

@@ -1,8 +1,10 @@
 """What a state occupies, what its steps keep, and what `print` says.
 
-Sizes: the bytes of a state on a rank, by field, on the device and in the host's memory; and what its steps keep.
+    state_bytes               bytes on a rank, by field, on the device and in the host's memory
+    StepMemory, find_peak     the largest moment of a step
+    spec_table, layout_table, plan_table, cursor_table, state_table     what `print` says
 
-Peak: what the largest moment of a step is made of, from a plan and from what a model keeps alive. Pure.
+`find_peak`: what the largest moment of a step is made of, from a plan and from what a model keeps alive. Pure.
 
     stretches    forward and loss ──▶ head ──▶ blocks.2 ──▶ blocks.1 ──▶ ... ──▶ the step's end
                  each ends where the gradients of a unit are complete
@@ -10,8 +12,6 @@ Peak: what the largest moment of a step is made of, from a plan and from what a 
 In every stretch there are the state, the arena, the staging of the reductions before it, the main gradients that they
 made, and the most bytes of activations and gradients that are alive in it. The peak is the largest sum. An arena that
 comes and goes and has two sides is as large as the units that live at the stretch's end.
-
-Tables: what `print` says of a spec, a layout, a plan, a cursor and a state.
 """
 
 from __future__ import annotations

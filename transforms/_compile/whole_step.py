@@ -1,5 +1,10 @@
 """Steps that are compiled whole.
 
+    Draws, Seeded                random numbers of such a step
+    StepCall, flat_state         arguments: what a program goes by, and what none can go by
+    CompiledStep, Programs       a step that drives a module, traced, compiled, and run again while its guards hold
+    compile                      the way to all of them
+
 Random numbers of a compiled step: those of (state.rng, state.count, rank, which draw of the step it is).
 
     eager      the host seeds a generator for each microbatch (`_seed`): it knows the step's number
@@ -11,25 +16,23 @@ generator, and is refused.
 
 Whole steps: a train step that drives a module, traced as it runs, compiled, and run again while its guards hold.
 
-    train_step(state, ...)   run once, from fake tensors (`graph`)   graph of ATen operations, collectives, the update
+    train_step(state, ...)   run once, from fake tensors             graph of ATen operations, collectives, the update
     graph                    residuals read from the second gather    (`_graph.graph`)
                              compiled by Inductor                     CompiledStep
 
 Python runs when a program is made, and not again. A program is for calls that look as that one did: structures, shapes,
 dtypes, numbers and other constants among the arguments, modes of the models, autograd's and autocast's state.
 
-Arguments of a driven step: what a program goes by, and what none can go by.
+Arguments: Python runs when a program is made, and not again. So what a step reads of its arguments is a tensor, or is
+compared by value before the program is used again. What may change without being another value is refused.
 
-Python runs when a program is made, and not again. So what a step reads of its arguments is a tensor, or is compared by
-value before the program is used again. What may change without being another value is refused.
-
-compile: a whole train step as one compiled graph, gathers, reductions and update included.
+`compile`: a whole train step as one compiled graph, gathers, reductions and update included.
 
 torch.compile(train_step, fullgraph=True)   a unit's backward computes its forward again, from the second gather
 T.compile(train_step)                       it does not: the forward's residuals are read from the second gather
 
     ways 1 and 2   Dynamo reads the step's Python, and guards what it reads
-    way 3          a driver decides as it runs, so what runs is traced, once (`_compile.whole_step`)
+    way 3          a driver decides as it runs, so what runs is traced, once (`CompiledStep`)
 
 Which it is a first trace shows: whether the step has called `forward_backward` or `apply`.
 """

@@ -1,30 +1,28 @@
-"""Steps as CUDA graphs.
+"""Steps as CUDA graphs: `cuda_graph`, the calls of what it makes, and what one capture is.
 
-Graphed: the calls of a function that `cuda_graph` has made, each of which is one step.
-
-a signature's first calls   eagerly, recorded
-then                        captured, and replayed
-from then on                replayed; guarded, what no rank may take is taken back, and run eagerly
-
-CapturedStep: a graph, the memory that goes with it, and its replay.
-
-The state keeps its tensors: a captured step writes what a step makes anew (buffers, extras) into them at its end.
-
-Also here: which calls are captured alike, and what those are told who ask whether the stream is captured.
-
-A library that asks goes another way in a graph: transformers then makes masks, which cost the fused attention. So while
-a step warms up or is captured, callers outside torch and this library are told what is true in warm-up, "no". torch is
-told the truth: its SyncBatchNorm goes by it.
-
-cuda_graph: a whole train step captured once and replayed, one launch a step.
+`cuda_graph`: a whole train step captured once and replayed, one launch a step.
 
     first calls    real steps, eagerly, on a stream of its own: libraries load, code is compiled, the schedule settles
     then           the step is captured for this signature (shapes and dtypes of the batch) and replayed
     from then on   vote ─▶ batch copied in ─▶ replay ─▶ results copied out
 
-The calls of such a function are in `graphed`, by `signature`; what a capture is in `capturing`, what a replay is in
-`captured_step`. While it is captured a step goes the way it went before: `questions`, `host_traffic`. Where the host
-reads from the device: `host_traffic`.
+`Graphed`: the calls of such a function, each of which is one step, by `signature`.
+
+    a signature's first calls   eagerly, recorded
+    then                        captured, and replayed
+    from then on                replayed; guarded, what no rank may take is taken back, and run eagerly
+
+`CapturedStep`: a graph, the memory that goes with it, and its replay.
+
+The state keeps its tensors: a captured step writes what a step makes anew (buffers, extras) into them at its end.
+
+`answered_as_in_warm_up`: what those are told who ask whether the stream is captured. A library that asks goes another
+way in a graph: transformers then makes masks, which cost the fused attention. So while a step warms up or is captured,
+callers outside torch and this library are told what is true in warm-up, "no". torch is told the truth: its
+SyncBatchNorm goes by it.
+
+How a stream's work gets into a graph is in `capturing`; where the host reads from the device, and what then is
+captured, in `host_traffic`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
 """What drives a model: `forward_backward`, `apply`, and both in a step that is traced.
 
-Whole: a private copy of a module that has all of its weights at once, so that gradients of gradients are right.
+    forward_backward   any module's loss and gradients, gathered, reduced and released unit by unit
+    apply              its forward without gradients, for evaluation and generation
+    TracedDriver       what both have where a graph is made of a step
+    Whole              what the first has where gradients of gradients are taken
+
+`Whole`: a private copy of a module that has all of its weights at once, so that gradients of gradients are right.
 
     Driver    one unit at a time   its unit calls gather again in a backward, once: a backward of that one would find
                                    other units' bytes
@@ -9,17 +14,13 @@ Whole: a private copy of a module that has all of its weights at once, so that g
 
 For `forward_backward` it is what a `Driver` is: the same names, the same transaction.
 
-Driven modules where a graph is made of a step: the same unit calls and uses, with nothing in flight.
+`TracedDriver`: the same unit calls and uses, with nothing in flight.
 
     eager     unshard, release and reduce as they come; the backward's gather goes where the forward's was
     traced    they are operations of the graph; where the backward has gathered a unit again a mark says so, and what
               would be read from the forward's gather is read from this one (`_graph.graph`)
 
 Each graph has a copy of the model of its own: what a forward leaves in a module, as a cache, is of no use to others.
-
-apply: any module's forward without gradients, gathered and released unit by unit, for evaluation and generation.
-
-forward_backward: any module's loss and gradients, gathered, reduced and released unit by unit.
 """
 
 from __future__ import annotations

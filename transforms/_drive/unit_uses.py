@@ -1,5 +1,10 @@
 """Where a unit's weights are used: placeholders, and one use of a unit module.
 
+    WeightPlaceholder, Placeholders    what stands in a parameter's place while its weight is not there
+    cast_to, check_dtypes              inputs of unit modules, and their dtypes
+    UnitUse, Weights, Outputs          one use in a forward, and what the backward does when it comes to it
+    Uses                               how far a pass is
+
 Placeholders: what stands in a parameter's place in a driven module while its weight is not there.
 
 Shape, dtype and device are the weight's. Used in an operation outside its unit module (a tied head that reads
@@ -15,7 +20,7 @@ Inputs of unit modules: their dtype beside that of the weights.
 `Precision(inputs=True)` casts floating inputs to the dtype that the unit module computes in. Without it they are left
 alone, and where torch then refuses to compute, the error says which module, which dtypes and what to do.
 
-Unit uses: one use of a unit module in a forward, and what the backward does when it comes to it.
+`UnitUse`: one use of a unit module in a forward, and what the backward does when it comes to it.
 
     its weights    went in through `Weights`, whose backward has all of their gradients:    reduce(state, grads, unit)
     its outputs    went out through `Outputs`, whose backward comes before anything in it:  unshard(state, units)
@@ -23,7 +28,7 @@ Unit uses: one use of a unit module in a forward, and what the backward does whe
 autograd runs what was made last first, so between a unit module's `Outputs` and its `Weights` there is nothing but the
 unit module, and what its residuals point at is there.
 
-Uses of a pass: how far it is, for what goes by that. A driver says it at each use of a unit.
+`Uses`: how far a pass is, for what goes by that. A driver says it at each use of a unit.
 
 USES[device].used(driver, forward, backward, gradients)   the so many-th use of its forward, and of its backward
                                                           (0: not yet); bytes of main gradients that a use leaves

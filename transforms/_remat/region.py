@@ -1,14 +1,20 @@
 """Regions: a forward whose backward runs it again, and what it keeps for that.
 
-Draws: where random numbers of a call stand, so that they come again in a recomputation.
+    DrawPoint, generators_in                   random numbers, which come again
+    Product, KeepProducts, ReuseProducts       products that do not run again, while what is between them does
+    Habits                                     what is known of a module or a function from its first calls
+    PartRecord, RegionRecord                   what is kept of a forward
+    RegionForward, Recomputation, Region       the forward, running it again, and one call of both
+
+`DrawPoint`: where random numbers of a call stand, so that they come again in a recomputation.
 
     torch's default generators    of the host and of the device: `_seed.DrawPosition`
-    other generators              that the call brings along: `generators`
+    other generators              that the call brings along: `generators_in`
     Python's and numpy's          of functions; of modules whose first call has drawn from them, since to ask takes long
 
 Others are not known, as one in a global variable.
 
-Generators of random numbers that a call brings along: torch's, numpy's and Python's, wherever they are at hand.
+`generators_in`: those that a call brings along, torch's, numpy's and Python's, wherever they are at hand.
 
 among what is given          arguments, also within containers
 of a function                what is in its closure, its defaults and `partial`s, and what its method belongs to;
@@ -25,21 +31,17 @@ recomputation   [x] norm ─▶ its output ─▶ gelu             below autogra
 
 A product whose output is changed in place runs again, and so does one that draws random numbers.
 
-Habits: what is known of a module or a function that recomputes, from its first calls in each mode.
-
-Records: what a region keeps of its forward for its recomputations.
-
-The forward of a region: its parts are noted, and what they save is no matter of torch's checkpoint.
+`RegionForward`: its parts are noted, and what they save is no matter of torch's checkpoint.
 
 hooks    ... the checkpoint's, which count │ none, or those of moves │ the checkpoint's ...
          ─── between parts ────────────────┴───── in a part ─────────┴─── between parts ───
 
-A recomputation of a region: its code runs again, and its parts return what they returned.
+`Recomputation`: a region's code runs again, and its parts return what they returned.
 
 It finds inputs, the module's state and random numbers as the forward found them, and leaves the latter two as they are.
 It may come before the forward is over, where a gradient is taken in it.
 
-Regions: one call of something that recomputes, and the calls in it that are not run again.
+`Region`: one call of something that recomputes, and the calls in it that are not run again.
 
     forward     [x] norm ─▶ attn ─▶ + ─▶ norm ─▶ mlp ─▶ +          torch's checkpoint keeps x
                             └── a part: autograd keeps for it what it always does, and the region its output
