@@ -1,6 +1,10 @@
 """Axes along which a model communicates itself (tensor, sequence, expert parallel): rules, cuts of leaves, DTensors.
 
-Along: how a leaf lies along a mesh axis of the model's own (tensor, sequence, expert parallel), as a value.
+    Along, alongs                     the rules of `Spec(own=)`
+    Cut, cuts_of, cut_of, join        which part of a whole leaf a rank has
+    DTensorForm, by_rules             weights of a module that `parallelize_module` has cut, and the rules for them
+
+`Along`: how a leaf lies along a mesh axis of the model's own (tensor, sequence, expert parallel), as a value.
 
     Along("tp", 0)                 a slice along dim 0: [n / tp, m] of [n, m]
     Along("tp", 0, parts=3)        of a fused leaf [q; k; v] the rank's slice of each part, end to end
@@ -9,13 +13,13 @@ Along: how a leaf lies along a mesh axis of the model's own (tensor, sequence, e
 
 Source: slices and equal leaves are what shard_map calls "varying" and "invariant" along an axis (JAX's documentation).
 
-Cuts: which part of a whole leaf a rank has, along mesh axes of the model's own, and how a layout has it.
+`Cut`: which part of a whole leaf a rank has, along mesh axes of the model's own, and how a layout has it.
 
 whole [12, m], two ranks along "tp", parts (4, 1, 1)          q q q q q q q q | k k | v v
 rank 0    [6, m]                                              q q q q         | k   | v
 rank 1    [6, m]                                                      q q q q |   k |   v
 
-DTensors: a weight of a module that `parallelize_module` has cut, from this rank's part of it, and how it lies.
+`DTensorForm`: a weight of a module that `parallelize_module` has cut, from this rank's part of it, and how it lies.
 
     leaf         DTensor [n, m], Shard(0) on mesh["tp"]      whole in a state's files, [n / tp, m] in its buffers
     placeholder  has the DTensor's `Form`

@@ -1,5 +1,9 @@
 """What lies in files of any format: tensors that are read a run at a time, by name.
 
+    Entry, Blob, Cut, Filled     tensors that lie in files
+    Contents, Format             what a reader finds in a checkpoint, and how names are sorted out
+    read_pickle, read_saved      what torch.save has written
+
 Spans: tensors that lie in files, or in parts of several, read a run of elements at a time.
 
     Entry    one run of bytes of a file (see `folder`)
@@ -9,7 +13,7 @@ Spans: tensors that lie in files, or in parts of several, read a run of elements
 
 All have a `shape`, a `dtype` and `values(first, n, files)`: elements [first, first + n) in C order, on the host.
 
-Contents: what a reader of a format finds in a checkpoint, the same for all formats, and how names are sorted out.
+`Contents`: what a reader of a format finds in a checkpoint, the same for all formats, and how names are sorted out.
 
 model.embed.weight                     a weight, called embed.weight
 optim.state.embed.weight.exp_avg       "exp_avg" that an optimizer keeps for it

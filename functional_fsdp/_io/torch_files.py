@@ -1,5 +1,10 @@
 """Readers of what torch writes: Hugging Face's folders, files of torch.save, and DCP.
 
+    HuggingFace, SafetensorsFile     Hugging Face's
+    Peft                             adapters
+    StateDict, RankFiles             files of torch.save: one, or one of each rank
+    Dcp, Accelerate                  folders of torch.distributed.checkpoint; Accelerate's, which has either
+
 Hugging Face's folders and files: safetensors or torch.save, with an index or without; and torch's DCP in them.
 
 torch's HuggingFaceStorageWriter writes each rank's boxes under the leaves' own names, and says in the header where a

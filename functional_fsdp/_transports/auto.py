@@ -1,6 +1,10 @@
 """NCCL's symmetric memory, and "auto", which chooses among the transports.
 
-NCCL windows: the arena and the staging in memory that NCCL knows on every rank, so that it uses symmetric kernels.
+    Symmetric, NcclWindows     the transport "symmetric", and its memory
+    Auto                       the transport "auto"
+    NAMES                      transports that are known by a name: a line each, at the end
+
+`NcclWindows`: the arena and the staging in memory that NCCL knows on every rank, so that it uses symmetric kernels.
 
     arena     one allocation, registered with the gather lane's communicator of each axis
     staging   one allocation, registered with those of the reduce and the outer lane
@@ -11,7 +15,7 @@ own that is told to use no multiprocessor: the copy engines do it.
 
 Source: NCCL's documentation, "Window Registration" and `NCCL_CTA_POLICY_ZERO`; torch.distributed._symmetric_memory.
 
-The transport "auto": which one a state gets where the spec leaves it open.
+`Auto`: which one a state gets where the spec leaves it open.
 
     collective    less than 1 GiB to gather: a step has many small transfers then, and NCCL launches each as one kernel
     copy_engine   else GPUs that read each other's memory along every axis that shards
@@ -20,8 +24,6 @@ The transport "auto": which one a state gets where the spec leaves it open.
 
 It is tried with a few bytes on every rank, and the first one that all of them can have is taken. That happens in
 `shard` and `init`; a layout or a plan made without ranks is that of "collective".
-
-The transports there are: a line makes one known by its name.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from .._runtime.runtime import Runtime, runtime_of
 from .._shared.device import count_peak, peak_of
 from .._state.state import State
 from .draw import FAINT, INK, Page, colours_of
-from .timeline import STEP, Arrival, Measured, Timeline, draw_lanes, length, measured, predict, recorded, time_scale
+from .timeline import STEP, Arrival, Measured, Timeline, draw_lanes, length, measured, recorded, time_scale, timeline_of
 
 CLOCK = "clock"
 EXCHANGES = 9  # by which clocks are compared
@@ -322,7 +322,7 @@ def _planned(steps: list[Measured], plan: Plan, rates: tuple[float | None, float
     times = {unit: forward.get(unit, 0.0) or 1e-9 for unit in plan.by_name}
     factor = sum(backward.values()) / (sum(forward.values()) or 1e-9) if backward else 2.0
     gather, reduce = (rate or 1e15 for rate in _links(steps, plan, rates))  # no lane that was not used takes time
-    return predict(plan, gather=gather, reduce=reduce, compute=times, backward=factor)
+    return timeline_of(plan, gather=gather, reduce=reduce, compute=times, backward=factor)
 
 
 def _links(steps: list[Measured], plan: Plan, given: tuple[float | None, float | None]) -> tuple[float, float]:

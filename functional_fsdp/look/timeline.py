@@ -1,6 +1,10 @@
 """What each lane does when: predicted, and measured.
 
-Timelines: what each lane does when, and what lies where in the arena, predicted from bytes and bandwidths.
+    Timeline, timeline_of, timeline       predicted from bytes and bandwidths, and drawn
+    Recorded, recorded                    a trace of torch.profiler, as far as `observe` reads it
+    UseTimes, Measured, measured          what the uses of a step took, from such a trace
+
+`Timeline`: what each lane does when, and what lies where in the arena.
 
 gather   [a][ b ][ c ]      [ b ]    [a]           one at a time, in plan order; waits for the bytes it reuses
 compute     [ a ][ b ][ c ][ c      ][ b     ][ a     ]     waits for its own gather only
@@ -8,15 +12,12 @@ reduce                              [ c ]     [ b ]  [ a ]  one at a time; compu
 
 arena    addresses over time: pale while a unit is being gathered, half full while it waits, full while it computes
 
-Measured steps: what the uses of a step took, from a trace. Pure.
+`measured`: on the CPU a lane's work lasts from where it is given, or the work before it has ended, to where the host
+has seen its end, and compute waits where the host does. On a GPU both are kernels: compute waits where communication
+runs and no other kernel of the compute stream does.
 
-On the CPU a lane's work lasts from where it is given, or the work before it has ended, to where the host has seen its
-end, and compute waits where the host does. On a GPU both are kernels: compute waits where communication runs and no
-other kernel of the compute stream does.
-
-Traces of torch.profiler, as far as `observe` reads them: the package's ranges on the host, kernels on a GPU.
-
-Seconds, on the trace's clock, which host and device share. Pure: a dict in, values out.
+`recorded`: the package's ranges on the host, kernels on a GPU; in seconds, on the trace's clock, which host and device
+share. Pure: a dict in, values out.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Timeline:
         return both / self.busy(name) if self.busy(name) else 1.0
 
 
-def predict(
+def timeline_of(
     plan: Plan, *, gather: float, reduce: float, compute: float | Mapping[str, float], backward: float = 2.0,
     ranks: Sequence[float] = (1.0,),
 ) -> Timeline:  # fmt: skip
@@ -192,7 +193,7 @@ def timeline(
 
     Example: `fsdp.timeline(plan, "step.png", gather=200e9, reduce=200e9, compute=2e-3)`.
     """
-    found = predict(plan, gather=gather, reduce=reduce, compute=compute, backward=backward, ranks=ranks)
+    found = timeline_of(plan, gather=gather, reduce=reduce, compute=compute, backward=backward, ranks=ranks)
     draw_timeline(plan, found, path)
     return found
 

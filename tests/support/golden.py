@@ -24,7 +24,7 @@ from functional_fsdp._plan.cursor import Cursor, advance, nominal
 from functional_fsdp._plan.layout import Bucket, Layout, Leaf, LeafInfo, plan_layout
 from functional_fsdp._plan.plan import Plan, make_plan
 from functional_fsdp.look.tables import Stretch, find_peak
-from functional_fsdp.look.timeline import predict
+from functional_fsdp.look.timeline import timeline_of
 
 TREES = 100
 
@@ -167,7 +167,7 @@ def line_of(seed: int) -> str:
         plans.append(plan.hash)
         walks += walked(plan, draw)
         shown += [repr(plan), plan.turn, plan.due, plan.opens, sharing_of(plan)]
-        shown.append(predict(plan, gather=1e9, reduce=1e9, compute=1e-3))
+        shown.append(timeline_of(plan, gather=1e9, reduce=1e9, compute=1e-3))
         stretches = [*(Stretch(one.unit, i) for i, one in enumerate(plan.reductions)), Stretch("", 3)]
         shown += [repr(find_peak(layout, plan, {"main": 7}, stretches, gpu=gpu)) for gpu in (False, True)]
         back = tuple(unit.name for unit in reversed(layout.units))

@@ -27,7 +27,7 @@ from functional_fsdp._plan.cursor import Positions
 from functional_fsdp._plan.layout import Layout, LeafInfo, plan_layout
 from functional_fsdp._plan.plan import make_plan
 from functional_fsdp.look.tables import Stretch, find_peak
-from functional_fsdp.look.timeline import predict
+from functional_fsdp.look.timeline import timeline_of
 
 GOLDEN = Path(__file__).with_name("golden.txt")
 MOST = 4.6  # times as many calls for four times as much
@@ -141,7 +141,7 @@ def peaks(units: int, leaves: int) -> Work:
 def timelines(units: int, leaves: int) -> Work:
     plan = make_plan(layout(units, leaves))
     times = dict.fromkeys(names(units), 1e-3)
-    return lambda: predict(plan, gather=1e9, reduce=1e9, compute=times)
+    return lambda: timeline_of(plan, gather=1e9, reduce=1e9, compute=times)
 
 
 def owners(units: int, leaves: int) -> Work:

@@ -24,7 +24,7 @@ from functional_fsdp._plan.layout import LeafInfo, plan_layout
 from functional_fsdp._plan.plan import ALIGN, Gather, Plan, PlannedUnit, Reduction, make_plan, pack
 from functional_fsdp._spec.spec import Schedule
 from functional_fsdp.look.draw import Panel
-from functional_fsdp.look.timeline import Timeline, _lives, predict
+from functional_fsdp.look.timeline import Timeline, _lives, timeline_of
 
 MIB = 1 << 20
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -646,7 +646,7 @@ def test_printing_a_plan_gives_a_table() -> None:
 def test_the_prediction_by_hand() -> None:
     """Two units: gathers and reductions take 1 s, forwards 2 s, backwards 4 s."""
     p = make_plan(stack([4, 4]))
-    timeline = predict(p, gather=4096, reduce=4096, compute=2.0)
+    timeline = timeline_of(p, gather=4096, reduce=4096, compute=2.0)
     lanes = {name: [(s.unit, s.begin, s.end) for s in timeline.lane(name)] for name in ("gather", "compute", "reduce")}
     assert lanes == {
         "gather": [("u0", 0, 1), ("u1", 1, 2), ("u0", 5, 6)],
@@ -656,14 +656,14 @@ def test_the_prediction_by_hand() -> None:
     assert timeline.seconds == 14
     assert timeline.hidden("gather") == pytest.approx(2 / 3)
     assert timeline.hidden("reduce") == pytest.approx(1 / 2)
-    serial = predict(make_plan(stack([4, 4]), Schedule(prefetch=0)), gather=4096, reduce=4096, compute=2.0)
+    serial = timeline_of(make_plan(stack([4, 4]), Schedule(prefetch=0)), gather=4096, reduce=4096, compute=2.0)
     assert serial.hidden("gather") == 0
     assert serial.seconds == 16
 
 
 def test_compute_waits_for_staging_when_reductions_are_slow() -> None:
     p = make_plan(stack([4] * 4), Schedule(keep="all"))
-    timeline = predict(p, gather=4e9, reduce=409.6, compute={f"u{i}": 1.0 for i in range(4)}, backward=1.0)
+    timeline = timeline_of(p, gather=4e9, reduce=409.6, compute={f"u{i}": 1.0 for i in range(4)}, backward=1.0)
     reduces, compute = timeline.lane("reduce"), timeline.lane("compute")
     assert [round(s.seconds) for s in reduces] == [10] * 4
     assert compute[7].begin >= reduces[0].end  # the third reduction's copy waited for the first one's staging
@@ -671,7 +671,7 @@ def test_compute_waits_for_staging_when_reductions_are_slow() -> None:
 
 def test_several_reductions_after_one_use_take_turns_in_staging() -> None:
     p = make_plan(stack([4] * 4), Schedule(("u0", "u1", "u2", "u3")))
-    timeline = predict(p, gather=4e9, reduce=4096, compute=1.0)
+    timeline = timeline_of(p, gather=4e9, reduce=4096, compute=1.0)
     assert [(s.unit, s.use) for s in timeline.lane("reduce")] == [(f"u{i}", 3) for i in (3, 2, 1, 0)]
     assert all(a.end <= b.begin for a, b in pairwise(timeline.lane("reduce")))
 
@@ -681,7 +681,7 @@ def test_a_slow_rank_keeps_the_others_waiting() -> None:
     p = make_plan(stack([1024] * 3), Schedule(prefetch=1))
 
     def of(compute: float, ranks: Sequence[float] = (1.0,)) -> Timeline:
-        return predict(p, gather=4096, reduce=4096, compute=compute, ranks=ranks)
+        return timeline_of(p, gather=4096, reduce=4096, compute=compute, ranks=ranks)
 
     alone, slow, timeline = of(2.0), of(4.0), of(2.0, (1, 1, 2))
     assert timeline.lanes == ("gather", "compute 0", "compute 1", "compute 2", "reduce")
@@ -708,7 +708,7 @@ def test_the_timeline_is_drawn(tmp_path: Path) -> None:
     p = make_plan(hybrid(), Schedule(prefetch=2, keep=2_000_000_000))
     seconds = {u.name: 1e-3 + u.nbytes / 4e11 for u in p.units}
     timeline = fsdp.timeline(p, tmp_path / "plan.png", gather=300e9, reduce=200e9, compute=seconds)
-    assert timeline == predict(p, gather=300e9, reduce=200e9, compute=seconds)
+    assert timeline == timeline_of(p, gather=300e9, reduce=200e9, compute=seconds)
     pixels = (image.imread(tmp_path / "plan.png")[:, :, :3] * 255).round().astype("int64")
     assert pixels.shape[0] >= 900
     assert pixels.shape[1] >= 1600
@@ -737,7 +737,7 @@ def test_labels_are_whole_in_the_middle_of_their_boxes_and_fit() -> None:
 
 def test_times_go_by_names_and_patterns() -> None:
     p = make_plan(stack([4, 4, 4]))
-    found = predict(p, gather=4096, reduce=4096, compute={"u[01]": 2.0, "u1": 3.0})
+    found = timeline_of(p, gather=4096, reduce=4096, compute={"u[01]": 2.0, "u1": 3.0})
     assert [(span.unit, span.seconds) for span in found.lane("compute")][:3] == [("u0", 2.0), ("u1", 3.0), ("u2", 0.0)]
 
 
@@ -752,7 +752,7 @@ def test_bandwidths_and_times_are_checked(tmp_path: Path) -> None:
 def test_bytes_lie_in_the_arena_as_long_as_the_plan_says() -> None:
     """What is drawn of a unit: gathered, waiting, and as wide as its compute."""
     p = make_plan(stack([4, 4]))
-    found = predict(p, gather=4096, reduce=4096, compute=2.0)
+    found = timeline_of(p, gather=4096, reduce=4096, compute=2.0)
     drawn = [
         (begin, loaded, done, [s.seconds for s in spans]) for begin, loaded, done, spans in _lives(p.units[0], found)
     ]

@@ -1,11 +1,17 @@
-"""Compiled code that is kept, and units compiled one by one.
+"""Units compiled one by one, and compiled code that is kept.
 
-Code: a template with a code object of its own, compiled, so that its cache and its limit are its own, too.
+    compile_units, Compiler, Compiled      units by torch.compile
+    through_inductor, graph_pass           graphs through Inductor, in the order that they have
+    with_late_copies, mark_copies          what a backward wants of a weight in another order, copied there
+    Code                                   a template with a cache of its own
+    Names                                  what a compiled step issues, in profiles
+
+`Code`: a template with a code object of its own, compiled, so that its cache and its limit are its own, too.
 
 first calls    of each module, in each mode: layers may differ, so as many compilations as they need
 later calls    as many more as torch's recompile limit says
 
-What a backward wants of a weight in float8 in another order is copied in the backward.
+`mark_copies`: what a backward wants of a weight in float8 in another order is copied in the backward.
 
     forward    y = x @ w.t()                              saved: w, which lies in the arena and is gathered again
     backward   copy = w.t().contiguous().t()  ─▶  dx = dy @ copy
@@ -15,14 +21,12 @@ copies of the weights of all layers would then be there between forward and back
 nodes are marked before the graph is cut in two, as checkpointed regions mark theirs. So is all that is computed of the
 bytes of one packed weight: a backward reads the bytes, which are gathered again, and unpacks them once more.
 
-Graphs through Inductor, in the order that they have.
-
-Names: what a compiled step issues, in profiles, where no Python of the package runs.
+`Names`: what a compiled step issues, in profiles, where no Python of the package runs.
 
 While a profiler runs, the step's collectives are seen as its code calls them; which is which follows from their order.
 Without one, the step runs as it is.
 
-compile_units: units by torch.compile, each distinct one once, for all the layers that are like it.
+`compile_units`: units by torch.compile, each distinct one once, for all the layers that are like it.
 
     blocks.0 ┐                                    ┌ one code object a class; Dynamo's guards say which
     blocks.1 ├─ weights in their slots, called as ┤ layers are alike: those that differ in something that

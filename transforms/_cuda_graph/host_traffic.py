@@ -1,6 +1,11 @@
 """What a step moves between host and device, and what may not be captured.
 
-Host traffic: what a step reads from the device on the host, and what it makes on the host and copies to the device.
+    Recording, Answering     what a step reads and copies, noted in warm-up and answered in the capture
+    Guard, Steadiness        steps whose host reads are captured with what they read, and when that pays
+    Randoms                  where generators of random numbers are, to go back to
+
+`Recording`, `Answering`: what a step reads from the device on the host, and what it makes on the host and copies to the
+device.
 
     warm-up    Recording: every read and every such constant, by the line that did it
     capture    Answering: a read gives what warm-up read there, and the graph compares; a constant is a copy that lay on
@@ -8,7 +13,7 @@ Host traffic: what a step reads from the device on the host, and what it makes o
 
 Both are dispatch modes: they see operators, eager ones and those that compiled code calls.
 
-Guarding: steps whose host reads from the device are captured with what they read in warm-up.
+`Guard`: steps whose host reads from the device are captured with what they read in warm-up.
 
 Before a step ranks replay if each of them has a graph for what it read last; else all of them step eagerly. Then:
 

@@ -1,6 +1,6 @@
-"""How unit modules are called, also inside torch.func's transforms.
+"""How unit modules are called (`UnitCall`), also inside torch.func's transforms (`Levels`, `Visit`).
 
-Levels: unit modules that are called inside torch.func's transforms, or with dual numbers, of their inputs.
+`Levels`: unit modules that are called inside torch.func's transforms, or with dual numbers, of their inputs.
 
 A unit is gathered outside of all levels, once for each visit: a call of its module, or the passage of an inner backward
 through what that call computed. Tangents and batches go through beside it: they are operations of the same visit.
@@ -12,7 +12,7 @@ through what that call computed. Tangents and batches go through beside it: they
 So what an inner backward computes hangs on the step's graph as a call does, and may be differentiated again, at any
 depth. Weights enter the step's graph once, at the call: their gradient is complete when that call's is.
 
-Unit calls: how a unit module of a driven module is called.
+`UnitCall`: how a unit module of a driven module is called.
 
     call of a unit module   unshard(state, units), weights into its slots, the module's own code, slots emptied
 
