@@ -158,6 +158,15 @@ def _check_wire(precision: Precision) -> None:
             f"Precision(wire={precision.wire}): it packs all of a tensor at once, and ranks are sent parts. Give a "
             "codec with blocks, as fsdp.fp8_block or fsdp.int8(64)."
         )
+    one, two = (codec.planes((blocks * codec.block,)) for blocks in (1, 2))
+    for name, (shape, _) in two.items():
+        first = tuple(one[name][0])
+        if not first or tuple(shape) != (2 * first[0], *first[1:]):
+            raise SpecError(
+                f"Precision(wire={precision.wire}): its plane {name!r} is {list(first)} of one block ({codec.block} "
+                f"elements), and {list(shape)} of two. Ranks are sent runs of blocks, which are cut along dim 0: have "
+                "twice as many there, and nothing else that grows."
+            )
     if precision.sum == "native" and isinstance(precision.wire, Codec):
         raise SpecError(
             f"Precision(wire={precision.wire}, sum='native'): backends do not add up packed numbers. Leave sum out: "

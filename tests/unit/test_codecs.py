@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -284,3 +285,24 @@ def test_leaves_that_are_packed_stay_so_or_are_unpacked() -> None:
     assert [leaf.path for b in kept.buckets.values() if b.packed for leaf in b.leaves] == ["w"]
     plain = fsdp.make_layout(params, fsdp.Spec({"data": 4}, precision=fsdp.Precision(main=torch.float32)))
     assert not any(b.packed for b in plain.buckets.values())
+
+
+@dataclass(frozen=True)
+class Planed(Halves):
+    """Planes of which a run of blocks is no slice along dim 0: `shape` of so many blocks."""
+
+    form: Callable[[int], tuple[int, ...]] = tuple
+
+    def planes(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"data": (self.form(prod(shape) // 2), torch.uint8)}
+
+
+@pytest.mark.parametrize(("form", "said"), [
+    (lambda blocks: (2, blocks), "'data' is [2, 1] of one block (2 elements), and [2, 2] of two"),
+    (lambda blocks: (1,), "'data' is [1] of one block (2 elements), and [1] of two"),
+    (lambda blocks: (), "'data' is [] of one block (2 elements), and [] of two"),
+])  # fmt: skip
+def test_planes_that_are_not_cut_along_their_first_dim_are_no_wire(form: Any, said: str) -> None:
+    with pytest.raises(fsdp.SpecError, match=re.escape(said)):
+        fsdp.Precision(wire=Planed(form=form))
+    fsdp.Precision(wire=Planed(form=lambda blocks: (blocks, 3)))
