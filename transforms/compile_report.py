@@ -36,7 +36,8 @@ class ClassTimes:
     Attributes:
         name: the class. paths: its modules, by path.
         eager: as Python runs it. compiled: as it was compiled.
-        graphs: how often it was compiled, since modules, inputs or modes differ. differ: in what, the last time.
+        graphs: how often it was compiled: in each way for itself, and since modules, inputs or modes differ. differ: in
+            what, the last time; "" where they do not.
     """
 
     name: str
@@ -78,7 +79,7 @@ class CompileReport:
             times = f"{one.graphs:6}  {1e3 * one.eager:8.3f}  {1e3 * one.compiled:11.3f}"
             lines.append(f"{one.name:{width}}  {len(one.paths):7}  {times}{'   slower' if one.slower else ''}")
         for one in self.classes:
-            if one.graphs > SOME:
+            if one.graphs > SOME and one.differ:
                 lines.append(
                     f"{one.name} was compiled {one.graphs} times, since calls differ, the last time in {one.differ}. "
                     "Each is traced alone. Of models of transformers the cache of keys and values is the usual cause: "
@@ -129,7 +130,8 @@ def _report(
     classes = []
     for cls, calls in host[False].items():
         codes = [code for compiler in compilers for (of, _), code in compiler.codes.items() if of is cls]
-        differ = max(codes, key=Code.graphs).why()
+        most = max(codes, key=Code.graphs)
+        differ = most.why() if most.graphs() > 1 else ""
         paths, graphs = tuple(sorted(clock.paths[cls])), sum(map(Code.graphs, codes))
         classes.append(ClassTimes(cls.__name__, paths, median(host[True][cls]), median(calls), graphs, differ))
     return state, CompileReport(tuple(classes), median(whole[True]), median(whole[False]))

@@ -255,6 +255,8 @@ def test_a_signature_is_shapes_dtypes_and_what_is_no_tensor() -> None:
         of(np.zeros(3))
     with pytest.raises(TreeError, match=r"the batch has a Said whose field 'more' is a ndarray"):
         of(Said(1, np.zeros(3)))  # type: ignore[arg-type]
+    with pytest.raises(TreeError, match=r"whose field 'more' is a list with a ndarray, which a captured"):
+        of(Said(1, [np.zeros(3)]))  # type: ignore[arg-type]
     assert len({of(0.1), of(0.1 + 1e-18), of(0.1 + 1e-16), of(0.0), of(-0.0), of(math.nan), of(math.nan)}) == 5
 
 

@@ -472,6 +472,10 @@ class Table:
         return self.entries
 
 
+class Marked(set[int]):
+    """May have more in it than what it holds."""
+
+
 def test_lists_and_dicts_in_frozen_dataclasses_are_compared_by_what_they_hold() -> None:
     state, model = state_of(Layers())
     train_step = step_of(model)
@@ -485,6 +489,10 @@ def test_lists_and_dicts_in_frozen_dataclasses_are_compared_by_what_they_hold() 
         assert programs.count == 2
     with pytest.raises(SpecError, match="is a Table whose field 'entries' is a ndarray, whose contents may change"):
         step(state, X, Table(np.zeros(2)))
+    with pytest.raises(SpecError, match="whose field 'entries' is a dict with a list with a ndarray, whose contents"):
+        step(state, X, Table({"scale": [1.0, np.zeros(2)]}))
+    with pytest.raises(SpecError, match="whose field 'entries' is a Marked, whose contents may change"):
+        step(state, X, Table(Marked({1})))
     with pytest.raises(SpecError, match="is a method, whose contents may change"):
         step(state, X, Table().read)
 

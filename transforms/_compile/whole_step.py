@@ -50,7 +50,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial, wraps
@@ -259,7 +259,7 @@ def exact(value: Any) -> Any:
     alike, of one moment in two time zones, and, in a frozen dataclass, of 1 and True, and whatever a field holds that
     is not compared. Of two NaNs it does not. Lists, dicts and sets in it are what they hold now."""
     found: Any = value
-    if isinstance(value, frozenset | set):
+    if isinstance(value, frozenset) or type(value) is set:
         found = frozenset(map(exact, value))
     elif isinstance(value, tuple) or type(value) in (list, dict):
         found = (*map(exact, value.items() if type(value) is dict else value),)
@@ -344,7 +344,7 @@ def refuse_mutable(state: Any, args: Any, kwargs: Any) -> None:
 
 def _fixed(value: Any, seen: bool = True) -> bool:
     """Whether a value never changes. seen: or so that `exact` sees it, which looks into no method and no partial."""
-    if isinstance(value, tuple | frozenset) or (seen and (isinstance(value, set) or type(value) in (list, dict))):
+    if isinstance(value, tuple | frozenset) or (seen and type(value) in (list, dict, set)):
         return all(_fixed(part, seen) for part in (value.items() if type(value) is dict else value))
     if isinstance(value, types.MethodType):
         return _fixed(value.__self__, False)
@@ -356,11 +356,15 @@ def _fixed(value: Any, seen: bool = True) -> bool:
 
 
 def kind(value: Any, fits: Callable[[Any], bool]) -> str:
-    """Its class, and of a frozen dataclass the first field that does not fit."""
-    for field in fields(value) if _frozen(value) else ():
-        if not fits(part := getattr(value, field.name)):
-            return f"{type(value).__name__} whose field {field.name!r} is a {kind(part, fits)}"
-    return type(value).__name__
+    """Its class, and the first part that does not fit: of a frozen dataclass a field, of a list and its like what it
+    holds."""
+    parts: Iterable[tuple[str, Any]] = ()
+    if _frozen(value):
+        parts = ((f"whose field {field.name!r} is", getattr(value, field.name)) for field in fields(value))
+    elif isinstance(value, tuple | list | dict | set | frozenset):
+        parts = (("with", part) for part in (*value, *(value.values() if isinstance(value, dict) else ())))
+    found = next((f" {how} a {kind(part, fits)}" for how, part in parts if not fits(part)), "")
+    return type(value).__name__ + found
 
 
 def _frozen(value: Any) -> bool:

@@ -137,12 +137,14 @@ def signature(state: State, leaves: list[Any], treedef: Any) -> Any:
         elif isinstance(leaf, State):
             raise TreeError("cuda_graph: a State among the batch; a captured step has one state, its first argument.")
         else:
-            if not _hashable(leaf):
+            try:
+                hash(one := exact(leaf))
+            except TypeError:
                 raise TreeError(
                     f"cuda_graph: the batch has a {kind(leaf, _hashable)}, which a captured step would take for the "
                     "one it saw first. Pass it as a tensor, or let the step itself hold what never changes."
-                )
-            found.append(exact(leaf))
+                ) from None
+            found.append(one)
     counted = getattr(state.optimizer, "counted", None)  # what it counts steps of may become more
     return treedef, tuple(found), Kind(state), counted and counted(state.opt)
 
