@@ -53,6 +53,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
@@ -819,7 +820,7 @@ def _seconds(run: Runtime, axis: str, ranks: int, size: int) -> float:
     return sorted(found[1:])[ROUNDS // 2]
 
 
-_KEPT: dict[Any, tuple[float, ...]] = {}
+_KEPT: WeakKeyDictionary[Any, dict[Any, tuple[float, ...]]] = WeakKeyDictionary()  # by loss function
 
 
 def measure_compute(
@@ -858,8 +859,11 @@ def measure_compute(
         for part in forward_backward.driver.model.modules()
     ]
     shapes = [(tuple(t.shape), t.dtype) for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
-    code = getattr(loss_fn, "__code__", type(loss_fn))
-    key = device_name(), state.layout.hash, repr(model), (*parts,), code, str(shapes), rounds
-    if key not in _KEPT:
-        _KEPT[key] = above("step_memory").clocked(forward_backward, state, args, rounds)
-    return _KEPT[key]
+    key = device_name(), state.layout.hash, repr(model), (*parts,), str(shapes), rounds
+    try:
+        kept = _KEPT.setdefault(loss_fn, {})
+    except TypeError:  # it has no hash, or no weak reference
+        kept = {}
+    if key not in kept:
+        kept[key] = above("step_memory").clocked(forward_backward, state, args, rounds)
+    return kept[key]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -324,6 +326,33 @@ class Counted(nn.Module):
         Counted.calls += type(x) is torch.Tensor and not x.is_meta
         out: torch.Tensor = self.down(self.up(x).tanh())
         return out
+
+
+@pytest.mark.parametrize("kind", ["closure", "partial", "without a hash"])
+def test_compute_of_another_loss_function_is_measured(kind: str) -> None:
+    """Also where its code is the same; and of the same one once."""
+    calls: list[float] = []
+
+    @dataclass
+    class Loss:
+        scale: float
+
+        def __call__(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            calls.append(self.scale)
+            return self.scale * cast(torch.Tensor, model(x)).sum()
+
+    def made(scale: float) -> Callable[..., torch.Tensor]:
+        loss = Loss(scale)
+        if kind == "closure":
+            return lambda model, x: loss(model, x)
+        return partial(loss) if kind == "partial" else loss
+
+    model, spec = nn.Sequential(nn.Linear(8, 8)), fsdp.Spec({"data": 2})
+    one, two = made(1.0), made(2.0)
+    for loss in (one, two, one):
+        fsdp.measure_compute(model, loss, torch.ones(4, 8), spec, rounds=1)
+    assert {1.0, 2.0} == {*calls}
+    assert calls.count(2.0) * (2 if kind == "without a hash" else 1) == calls.count(1.0)
 
 
 def test_what_recomputes_is_measured_as_it_does() -> None:
