@@ -341,7 +341,7 @@ def chunked_loss(
     if base:
         _look(copy, base, path)
     part.__class__ = _with_loss(type(part))  # type: ignore[assignment]
-    part.__dict__["_loss_rule"] = rule
+    part.__dict__["_loss_rule"] = rule, part.weight.shape[0]
     return copy, _Loss(path, base, hidden, bool(base) if shift is None else shift, ignore_index)
 
 
@@ -377,14 +377,15 @@ def _with_loss(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, input: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         if labels is None:
             return F.linear(input, self.weight, self.bias)
-        if self.weight.shape[-2] != self.out_features:
+        rule, rows = vars(self)["_loss_rule"]
+        if self.weight.shape[-2] != rows:
             refuse(
                 "SpecError",
-                f"chunked_loss: the head has {self.weight.shape[-2]:,} of its {self.out_features:,} rows on this rank, "
+                f"chunked_loss: the head has {self.weight.shape[-2]:,} of its {rows:,} rows on this rank, "
                 "cut along an axis of the model's own, and the loss would be of these words alone. Leave the head "
                 "whole, as Spec(own={'head.*': 'tp'}); or take the loss of cut logits by T.collectives (pmax, psum).",
             )
-        return linear_cross_entropy(input, self.weight, labels, self.bias, **vars(self)["_loss_rule"]._asdict())
+        return linear_cross_entropy(input, self.weight, labels, self.bias, **rule._asdict())
 
     return subclass(cls, forward=forward)
 

@@ -425,3 +425,13 @@ def test_a_head_that_is_cut_is_refused() -> None:
         assert all(not said and far < 1e-12 for said, far in by_rank(ranks(head_along, "tp")))
         for said, _ in by_rank(ranks(head_along, ("tp", 0))):
             assert "the head has 4 of its 8 rows on this rank" in said
+
+
+def test_a_head_whose_weight_has_other_rows_than_it_says_is_not_cut() -> None:
+    """One that is tied to an embedding with more rows, for a size that suits kernels."""
+    module = nn.Sequential(nn.Embedding(12, 4), nn.Linear(4, 8, bias=False)).double()
+    module[1].weight, tokens = module[0].weight, torch.arange(4)
+    params, model = fsdp.functionalize(module)
+    model, loss_fn = T.chunked_loss(model, head="1", hidden=lambda model, tokens: model[0](tokens), chunks=2)
+    _, loss = T.forward_backward(model, loss_fn)(fsdp.shard(params, fsdp.Spec(fsdp.local_mesh())), tokens, tokens)
+    torch.testing.assert_close(loss, F.cross_entropy(module(tokens), tokens).detach())
