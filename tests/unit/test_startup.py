@@ -43,6 +43,7 @@ def calling(file: str, inner: Callable[[], Any]) -> Any:
         (["/site/torch/_dynamo/convert_frame.py", "/site/torch/_inductor/graph.py"], "Inductor: kernels"),
         (["/site/torch/_inductor/graph.py", "/site/sympy/core/add.py"], "Dynamo"),
         (["/a/functional_fsdp/_state/shard.py", "/a/model.py"], "weights and layout"),
+        (["/a/functional_fsdp/_host_memory.py", "/a/functional_fsdp/_shared/device.py"], "weights and layout"),
         (["/a/functional_fsdp/transforms/_cuda_graph/graphed.py"], "graph capture"),
         (["/a/functional_fsdp/_verbs.py"], "steps"),
         (["/a/functional_fsdp/_verbs.py", "<frozen importlib._bootstrap>"], "imports"),

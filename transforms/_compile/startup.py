@@ -47,7 +47,10 @@ PARTS = (
     ("agreement of ranks", ("/_runtime/agree", "/_runtime/lanes", "/_runtime/restart", "/_distributed.py")),
     (
         "weights and layout",
-        ("/_state/shard", "/_init.py", "/_nn/", "/_spec/", "/_plan/", "/_common/device", "/_io/load_weights"),
+        (
+            "/_state/shard", "/_init.py", "/_nn/", "/_spec/", "/_plan/", "/_common/device", "/_shared/device",
+            "/_io/load_weights",
+        ),
     ),
     ("steps", ("functional_fsdp/", "/transforms/")),
 )  # fmt: skip
