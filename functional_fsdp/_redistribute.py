@@ -175,11 +175,15 @@ def moved(
         return (infos, layout), topics
 
     with _all_or_none(verb, state.version.lineage) as together, Joint(run, verb) as joint:
+        joint(lambda: None, "begun")  # who parted meets here those that are not there to make another mesh's groups
         infos, layout = agree(joint, "what is given", look)
         together(runtime_of(spec.mesh))
         spec, layout = resolve_transport(spec, infos, state.layout.paths, layout)
         mover = Mover(state, layout, spec, "replicas" in allow, trains)
-        mover.compare(joint(mover.check, "what is kept"))
+        kept = joint(lambda: (mover.check(), mover.run.parted), "what is kept")
+        mover.compare([theirs for theirs, _ in kept])
+        if any(parted for _, parted in kept):  # on the new mesh: before anything has changed
+            mover.run.restart()
         new = _made(free_arena(state), mover, verb, trains)
         if settled is not None:
             with looking(new):
@@ -199,9 +203,11 @@ def _all_or_none(verb: str, lineage: Lineage) -> Iterator[Callable[[Runtime], No
             runs.append(run)
             run.stand("moving")
 
-    together(lineage.runtime)
     try:
+        together(lineage.runtime)
         yield together
+        for run in runs:
+            run.stand("")
     except BaseException as error:
         for run in runs:
             run.withdraw(error)
@@ -211,8 +217,6 @@ def _all_or_none(verb: str, lineage: Lineage) -> Iterator[Callable[[Runtime], No
                 f"{lineage.broken or 'Nothing is lost: make the same call again on every rank.'}"
             ) from None
         raise
-    for run in runs:
-        run.stand("")
 
 
 @uninterruptible

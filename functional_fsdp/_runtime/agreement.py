@@ -773,7 +773,7 @@ class Agreement:
         if abandoned:
             self.epoch += 1
             self.restarted = self.meetings + 1
-        self.parted, self.stage = False, ""
+        self.parted, self.stage = False, self.stage if self.stage == "moving" else ""
         self.meetings += 1  # last: whoever is interrupted before that comes again
 
     def rewind(self, digest: int) -> None:

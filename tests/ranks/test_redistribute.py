@@ -15,7 +15,7 @@ from support.ranks import launch
 from support.tables import FULL, covering
 
 import functional_fsdp as fsdp
-from functional_fsdp import _redistribute
+from functional_fsdp import _export, _redistribute
 
 STEPS = 10 if FULL else 3
 DTYPES = [torch.float32, torch.bfloat16]
@@ -175,3 +175,32 @@ def test_who_is_stopped_between_two_meshes_is_waited_for_on_neither(
         assert kind == want
         assert ("stopped while it was moving what this state held" in after) == lost
         assert sums == [780.0, 780.0]
+
+
+def stopped_in_a_look(at: str) -> list[Any]:
+    """Rank 1 is stopped in a look at a state, then a state goes to another mesh. (At a state of the new mesh at its
+    end, where the other rank hears of nothing; of the old one while the other rank is there still.)"""
+    old, new = fsdp.Spec(fsdp.local_mesh(data=2)), fsdp.Spec(fsdp.local_mesh(other=2), fsdp.zero1("other"))
+    params = {"a": torch.arange(40.0), "b": torch.ones(7)}
+    state = fsdp.shard(params, old)
+    looked = state if at == "old" else fsdp.shard({"a": params["a"]}, new)
+    kind = ""
+    try:
+        fsdp.full_params(looked)
+    except (KeyboardInterrupt, fsdp.RestartError) as error:
+        kind = type(error).__name__
+    return [kind, fsdp.full_params(fsdp.redistribute(state, new))["a"].sum().item()]
+
+
+@pytest.mark.parametrize(("at", "other"), [("old", "RestartError"), ("new", "")])
+def test_who_was_stopped_in_a_look_before_meets_its_peers_first(at: str, other: str) -> None:
+    real, to_come = _export.unpacked_leaves, ["here"]
+
+    def stopped(*args: Any) -> Any:
+        if torch.distributed.get_rank() == 1 and to_come:
+            raise KeyboardInterrupt(f"stopped {to_come.pop()}")
+        return real(*args)
+
+    with mock.patch.object(_export, "unpacked_leaves", stopped):
+        both = fsdp.launch(stopped_in_a_look, (at,), nprocs=2, simulate=True)
+    assert both == [[other, 780.0], ["KeyboardInterrupt", 780.0]]
