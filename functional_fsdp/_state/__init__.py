@@ -1,1 +1,1 @@
-"""State and its lineage: where states come from, what they give out, and what step does to them."""
+"""State and its lineage: where states come from, and what `step` does to them."""

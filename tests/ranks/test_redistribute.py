@@ -194,13 +194,14 @@ def stopped_in_a_look(at: str) -> list[Any]:
 
 @pytest.mark.parametrize(("at", "other"), [("old", "RestartError"), ("new", "")])
 def test_who_was_stopped_in_a_look_before_meets_its_peers_first(at: str, other: str) -> None:
-    real, to_come = _export.unpacked_leaves, ["here"]
+    name, to_come = "unpacked_leaves", ["here"]
+    real = getattr(_export, name)
 
     def stopped(*args: Any) -> Any:
         if torch.distributed.get_rank() == 1 and to_come:
             raise KeyboardInterrupt(f"stopped {to_come.pop()}")
         return real(*args)
 
-    with mock.patch.object(_export, "unpacked_leaves", stopped):
+    with mock.patch.object(_export, name, stopped):
         both = fsdp.launch(stopped_in_a_look, (at,), nprocs=2, simulate=True)
     assert both == [[other, 780.0], ["KeyboardInterrupt", 780.0]]
