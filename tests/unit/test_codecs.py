@@ -291,7 +291,7 @@ def test_leaves_that_are_packed_stay_so_or_are_unpacked() -> None:
 class Planed(Halves):
     """Planes of which a run of blocks is no slice along dim 0: `shape` of so many blocks."""
 
-    form: Callable[[int], tuple[int, ...]] = tuple
+    form: Callable[[int], tuple[int, ...]] = lambda blocks: (blocks,)
 
     def planes(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"data": (self.form(prod(shape) // 2), torch.uint8)}
