@@ -35,7 +35,9 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import _engine_run_backward as run_backward
 from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize_module
-from torch.utils import _python_dispatch
+
+# python_dispatch has `_is_in_...`: flags of a process, though modes are a thread's; guards ask for them.
+from torch.utils import _python_dispatch as python_dispatch
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 from .._common.torch_names import *
@@ -77,7 +79,6 @@ will_execute = torch._C._will_engine_execute_node  # in the backward that runs
 lift_on_host = torch._C._set_only_lift_cpu_tensors  # so that modes see the copy to the device that torch.tensor makes
 lifts_on_host = torch._C._only_lift_cpu_tensors
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many are active
-python_dispatch = _python_dispatch  # `_is_in_...`: flags of a process, though modes are a thread's; guards ask
 PROXY = torch._C._TorchDispatchModeKey.PROXY
 dispatch_mode_of: Callable[[Any], Any] = torch._C._get_dispatch_mode  # the one of a kind that is active, or None
 pre_dispatch_mode_of: Callable[[int], Any] = torch._ops.mode_stack_state_for_pre_dispatch().get  # 0: of PROXY
@@ -111,7 +112,7 @@ def fake_tensors() -> FakeTensorMode:
     return mode
 
 
-class TorchDispatchMode(_python_dispatch.TorchDispatchMode):
+class TorchDispatchMode(python_dispatch.TorchDispatchMode):
     """torch's. Its first operation does not import Dynamo, which takes a second: frames are kept from Dynamo once
     something else has imported it."""
 

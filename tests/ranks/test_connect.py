@@ -20,6 +20,16 @@ from functional_fsdp._state import shard
 SGD = fsdp.sgd(lr=1e-2)
 
 
+def lanes_that_connect(
+    monkeypatch: pytest.MonkeyPatch, missing: Any, connect: Any = lambda lanes: None, waits: Any = lambda: None
+) -> None:
+    """Lanes on the CPU say of themselves that they connect. `missing`: which lanes of a rank are not connected."""
+    monkeypatch.setattr(HostLanes, "connects", True)
+    monkeypatch.setattr(HostLanes, "unconnected", missing, raising=False)
+    monkeypatch.setattr(HostLanes, "connect", lambda self, lanes: connect(lanes), raising=False)
+    monkeypatch.setattr(HostLanes, "connected", lambda self: waits(), raising=False)
+
+
 def made(placement: Any, optimizer: Any, transports: tuple[str, ...]) -> None:
     mesh = fsdp.local_mesh()
     transport = transports[sum(mesh.get_coordinate() or ()) % len(transports)]
@@ -47,10 +57,7 @@ def test_lanes_that_a_step_uses_are_connected(
     """Not where ranks were given different specs: they would wait for each other, and not say what differs."""
     found: list[Any] = []
     missing = [lane for lane in ("gather", "reduce") if lane not in there]
-    monkeypatch.setattr(HostLanes, "connects", True)
-    monkeypatch.setattr(HostLanes, "unconnected", lambda self: missing, raising=False)
-    monkeypatch.setattr(HostLanes, "connect", lambda self, lanes: found.extend(lanes), raising=False)
-    monkeypatch.setattr(HostLanes, "connected", lambda self: found.append("waits"), raising=False)
+    lanes_that_connect(monkeypatch, lambda self: missing, found.extend, lambda: found.append("waits"))
     with fsdp.simulate(**mesh) as ranks:
         ranks(made, placement, optimizer, transports)
     assert sorted(found) == sorted(expected * 2)
@@ -65,10 +72,7 @@ def test_nobody_waits_for_a_rank_that_has_left(
 ) -> None:
     """It may not have begun to connect."""
     found: list[str] = []
-    monkeypatch.setattr(HostLanes, "connects", True)
-    monkeypatch.setattr(HostLanes, "unconnected", lambda self: ["gather"], raising=False)
-    monkeypatch.setattr(HostLanes, "connect", lambda self, lanes: None, raising=False)
-    monkeypatch.setattr(HostLanes, "connected", lambda self: found.append("waits"), raising=False)
+    lanes_that_connect(monkeypatch, lambda self: ["gather"], waits=lambda: found.append("waits"))
 
     def leave(*_: Any) -> None:
         raise error("left")
@@ -88,10 +92,7 @@ def test_all_wait_for_what_they_have_begun_where_all_know_that_a_rank_was_stoppe
 ) -> None:
     """What they do next would else come before it on some ranks, and after it on others."""
     found: list[str] = []
-    monkeypatch.setattr(HostLanes, "connects", True)
-    monkeypatch.setattr(HostLanes, "unconnected", lambda self: ["gather"], raising=False)
-    monkeypatch.setattr(HostLanes, "connect", lambda self, lanes: None, raising=False)
-    monkeypatch.setattr(HostLanes, "connected", lambda self: found.append("waits"), raising=False)
+    lanes_that_connect(monkeypatch, lambda self: ["gather"], waits=lambda: found.append("waits"))
     real = shard.given
 
     def stopped(*args: Any) -> Any:
@@ -114,10 +115,7 @@ def test_lanes_that_only_one_rank_has_connected_are_connected_on_all(monkeypatch
     """Each looks at another time, where some are under way since a call that was left."""
     found: list[Any] = []
     missing = [["reduce"], ["gather", "reduce"]]
-    monkeypatch.setattr(HostLanes, "connects", True)
-    monkeypatch.setattr(HostLanes, "unconnected", lambda self: missing[self.run.coordinate["data"]], raising=False)
-    monkeypatch.setattr(HostLanes, "connect", lambda self, lanes: found.append(lanes), raising=False)
-    monkeypatch.setattr(HostLanes, "connected", lambda self: None, raising=False)
+    lanes_that_connect(monkeypatch, lambda self: missing[self.run.coordinate["data"]], found.append)
     with fsdp.simulate(data=2) as ranks:
         ranks(made, fsdp.zero3("data"), SGD, ("collective",))
     assert found == [["gather", "reduce"]] * 2
