@@ -10,7 +10,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from support.presets import ranks_of
 from support.problems import batch as net_batch
 from support.problems import by_unit, full_grads, mesh_and_placement, net
-from support.ranks import launch
+from support.ranks import each_rank, launch
 from support.tables import FULL, each, marked
 from support.transactions import Boom, taken
 from torch import Tensor
@@ -158,6 +157,10 @@ def flat(params: Any) -> Tree:
     return {f"{u}.{n}": t for u, w in params.items() for n, t in w.items()}
 
 
+def weights_of(state: fsdp.State) -> Tree:
+    return flat(fsdp.full_params(state))
+
+
 def largest(a: Tree, b: Tree) -> float:
     assert a.keys() == b.keys()
     return max((a[key].double() - b[key].double()).abs().max().item() for key in b)
@@ -194,6 +197,22 @@ def workers() -> Iterator[None]:
 def run(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     """`launch`, but ranks that wait for each other fail in seconds."""
     return launch(fn, args, nprocs=ranks, timeout=TIMEOUT)
+
+
+on_two = each_rank(2, timeout=TIMEOUT)
+
+
+def undisturbed(schedule: Schedule | None = None, steps: int = 2) -> Tree:
+    state = start(schedule or SIMPLEST)
+    for step in range(steps):
+        state = fsdp.step(chain(state, step)[0])
+    return weights_of(state)
+
+
+@pytest.fixture(scope="module")
+def simplest() -> Tree:
+    """Weights after two steps that nothing disturbs."""
+    return run(undisturbed, 2)[0]
 
 
 # ---------------------------------------------------------------- every schedule gives the same bits
@@ -309,42 +328,32 @@ def nan(w: Tree) -> bool:
     return all(bool(t.isnan().all()) for t in w.values())
 
 
-def debugging() -> list[str]:
-    wrong = []
+@on_two
+def test_a_weight_used_past_its_release_shows_as_nan() -> None:
     for depth in (0, 1, 2):
         state = start(Schedule(prefetch=depth, debug=True))
         params = fsdp.full_params(state)
         handed: dict[str, Tree] = {}
         for k, unit in enumerate(CHAIN):
             state, w = fsdp.unshard(state, unit)
-            if not equal(w, params[unit]):
-                wrong.append(f"{depth}, use {k}: not the weights of {unit}")
-            if unit in handed and not all(a is b for a, b in zip(w.values(), handed[unit].values(), strict=True)):
-                wrong.append(f"{depth}, use {k}: {unit} is other tensors than before")
-            handed[unit] = w
+            assert equal(w, params[unit]), (depth, k)
+            again = handed.setdefault(unit, w)
+            assert all(a is b for a, b in zip(w.values(), again.values(), strict=True)), (depth, k)
             state = fsdp.release(state, unit)
             kept = state.cursor.plan.uses[k].end > k
-            if nan(w) == kept:
-                wrong.append(f"{depth}, use {k}: {unit} is {'kept' if kept else 'released'}")
-    state = start(Schedule(debug=True))
-    state, w = fsdp.unshard(state, "u1")
-    state = fsdp.release(state, "u1")
-    if not stage(w, torch.ones(3, WIDTH)).isnan().all():
-        wrong.append("used past its release, and the output shows nothing")
-    state = start(Schedule(debug=False))
-    state, w = fsdp.unshard(state, "u1")
-    state = fsdp.release(state, "u1")
-    if not equal(w, params["u1"]):
-        wrong.append("released without debug: nothing has touched it yet")
-    return wrong
+            assert nan(w) == (not kept), (depth, k)
+    state, w = fsdp.unshard(start(Schedule(debug=True)), "u1")
+    fsdp.release(state, "u1")
+    assert stage(w, torch.ones(3, WIDTH)).isnan().all()
+    state, w = fsdp.unshard(start(Schedule(debug=False)), "u1")
+    fsdp.release(state, "u1")
+    assert equal(w, params["u1"])  # nothing has touched it yet
 
 
-def test_a_weight_used_past_its_release_shows_as_nan() -> None:
-    assert run(debugging, 2) == [[], []]
-
-
-def used_after(what: str) -> bool:
-    """A weight that is looked at much too late: in debug mode it shows as NaN. (The process must live to tell.)"""
+@pytest.mark.parametrize("what", ["step", "release outside the plan"])
+@on_two
+def test_a_weight_used_much_too_late_shows_as_nan_too(what: str) -> None:
+    """The process must live to tell."""
     order = tuple(unit for unit in CHAIN if unit != "u3")
     state = start(Schedule(order if what == "release outside the plan" else None, debug=True))
     with warnings.catch_warnings():
@@ -354,17 +363,14 @@ def used_after(what: str) -> bool:
         state = fsdp.release(state, "u3")
         if what == "step":
             fsdp.step(state)
-    return nan(w)
+    assert nan(w)
 
 
-@pytest.mark.parametrize("what", ["step", "release outside the plan"])
-def test_a_weight_used_much_too_late_shows_as_nan_too(what: str) -> None:
-    assert run(used_after, 2, what) == [True, True]
-
-
-def over_what_is_held(schedule: Schedule) -> tuple[list[str], Tree]:
+@pytest.mark.parametrize("depth", [1, 2])
+@on_two
+def test_a_gather_over_a_unit_that_is_held_raises_and_costs_nothing(depth: int, simplest: Tree) -> None:
     """Rank 1 forgets to release, meets the error, makes good for it and goes on. Rank 0 hears nothing of it."""
-    state = start(schedule)
+    state = start(Schedule(prefetch=depth, keep=()))
     params = fsdp.full_params(state)
     texts = []
     for step in range(2):
@@ -387,59 +393,32 @@ def over_what_is_held(schedule: Schedule) -> tuple[list[str], Tree]:
                     state, w = fsdp.unshard(state, unit)
                 held[unit] = w
             state = fsdp.release(state, list(held))
-        state, _ = chain(state, step)
-        state = fsdp.step(state)
-    return texts, flat(fsdp.full_params(state))
-
-
-def undisturbed(schedule: Schedule | None = None, steps: int = 2) -> Tree:
-    state = start(schedule or SIMPLEST)
-    for step in range(steps):
         state = fsdp.step(chain(state, step)[0])
-    return flat(fsdp.full_params(state))
-
-
-@cache
-def by_the_simplest() -> Tree:
-    """Weights after two steps that nothing disturbs."""
-    return run(undisturbed, 2)[0]
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_gather_over_a_unit_that_is_held_raises_and_costs_nothing(depth: int) -> None:
-    expected = by_the_simplest()
-    (nothing, first), (texts, second) = run(over_what_is_held, 2, Schedule(prefetch=depth, keep=()))
-    assert nothing == []
-    assert len(texts) >= 2
+    assert len(texts) >= 2 * dist.get_rank()
     for text in texts:
         assert "gathering 'u" in text
         assert "which was not released" in text
         assert "Call state = release(state, 'u" in text
-    assert equal(first, expected)
-    assert equal(second, expected)
-
-
-def at_once(schedule: Schedule) -> list[str]:
-    """Units that the plan has one after the other, asked for in one call: their weights, while they are held."""
-    wrong = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for names in (UNITS[:2], UNITS[:3], UNITS[3:], UNITS, ("u0", "u3"), ("u4", "u1")):
-            state = start(schedule)
-            params = fsdp.full_params(state)
-            state, found = fsdp.unshard(state, names)
-            wrong += [f"{unit} of {names}" for unit in names if not equal(found[unit], params[unit])]
-            state = fsdp.release(state, names)
-            state = fsdp.step(chain(state, 0)[0])
-    return wrong
+    assert equal(weights_of(state), simplest)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
+@on_two
 def test_units_asked_for_at_once_are_all_there(depth: int) -> None:
-    assert run(at_once, 2, Schedule(prefetch=depth)) == [[], []]
+    """Those that the plan has one after the other: their weights, while they are held."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for names in (UNITS[:2], UNITS[:3], UNITS[3:], UNITS, ("u0", "u3"), ("u4", "u1")):
+            state = start(Schedule(prefetch=depth))
+            params = fsdp.full_params(state)
+            state, found = fsdp.unshard(state, names)
+            assert [unit for unit in names if not equal(found[unit], params[unit])] == [], names
+            state = fsdp.release(state, names)
+            fsdp.step(chain(state, 0)[0])
 
 
-def held_twice() -> bool:
+@on_two
+def test_a_unit_outside_the_plan_asked_for_again_is_released_once() -> None:
     """Two units at once that share bytes (one is outside the plan), one of them once more; then both are released."""
     state = start(SIMPLEST)
     params = fsdp.full_params(state)
@@ -454,12 +433,7 @@ def held_twice() -> bool:
     for unit in ("u0", "u1"):
         with pytest.raises(ScheduleError, match="is not gathered"):
             fsdp.release(state, unit)
-    state = fsdp.step(chain(state, 0)[0])
-    return state.between_steps
-
-
-def test_a_unit_outside_the_plan_asked_for_again_is_released_once() -> None:
-    assert run(held_twice, 2) == [True, True]
+    assert fsdp.step(chain(state, 0)[0]).between_steps
 
 
 # ---------------------------------------------------------------- ranks that differ
@@ -487,7 +461,7 @@ def skipping(
     assert idle(state, before)
     state = fsdp.step(chain(state, 1)[0])
     assert idle(state, before)
-    return grads, flat(fsdp.full_params(state))
+    return grads, weights_of(state)
 
 
 def check_skipping(
@@ -551,7 +525,14 @@ def test_gradients_reduced_in_another_order_on_one_rank(preset: str, late: tuple
     check_skipping(2, Schedule(prefetch=2), preset, {0: (("u1",), ("u3",))}, 2, (), late)
 
 
-def evaluating(schedule: Schedule, skips: Sequence[Sequence[str]]) -> Tree:
+SKIPPED = [[()], [(), ()], [("u2",)], [("u2",), ()], [("u4",), ("u1",)], [("u0",), (), ("u0",)], [("u1", "u2", "u3")]]
+
+
+@pytest.mark.parametrize(("schedule", "skips"), each(SCHEDULES, SKIPPED))
+@on_two
+def test_evaluations_in_which_a_rank_skips_units(
+    schedule: Schedule, skips: Sequence[Sequence[str]], simplest: Tree
+) -> None:
     """Passes in which rank 1 leaves units out, before the first step, between steps, and after the last microbatch."""
     state = start(schedule)
     mine = skips if dist.get_rank() else [()] * len(skips)
@@ -562,122 +543,99 @@ def evaluating(schedule: Schedule, skips: Sequence[Sequence[str]]) -> Tree:
         state, _ = chain(state, step)
         state, _ = evaluate(state, mine[0])
         state = fsdp.step(state)
-    return flat(fsdp.full_params(state))
+    assert equal(weights_of(state), simplest)
 
 
-SKIPPED = [[()], [(), ()], [("u2",)], [("u2",), ()], [("u4",), ("u1",)], [("u0",), (), ("u0",)], [("u1", "u2", "u3")]]
-
-
-@pytest.mark.parametrize(("schedule", "skips"), each(SCHEDULES, SKIPPED))
-def test_evaluations_in_which_a_rank_skips_units(schedule: Schedule, skips: Sequence[Sequence[str]]) -> None:
-    expected = by_the_simplest()
-    for weights in run(evaluating, 2, schedule, skips):
-        assert equal(weights, expected)
-
-
-def early_gradients_are_weights(views: bool) -> Tree:
+@pytest.mark.parametrize("views", [False, True])
+@on_two
+def test_what_was_given_to_reduce_may_be_released_at_once(views: bool) -> None:
     """What is reduced is what was borrowed, or views of it, long before its turn; then it is given back."""
     state = start(Schedule(debug=True))
-    params = flat(fsdp.full_params(state))
+    params = weights_of(state)
     for unit in UNITS:
         state, w = fsdp.unshard(state, unit)
         state = fsdp.reduce(state, {key: t.detach() if views else t for key, t in w.items()}, unit)
         state = fsdp.release(state, unit)
-    grads = full_grads(fsdp.finish_reductions(state))
-    return {key: grads[key] - params[key] for key in params}
-
-
-@pytest.mark.parametrize("views", [False, True])
-def test_what_was_given_to_reduce_may_be_released_at_once(views: bool) -> None:
-    for difference in run(early_gradients_are_weights, 2, views):
-        assert all(bool((t == 0).all()) for t in difference.values())
-
-
-def finishing(schedule: Schedule, done: int) -> Tree:
-    """Somebody reads the gradients in the middle of the second microbatch, after `done` units. Then it goes on."""
-    state = start(schedule, dtype=torch.float64)
-    state, _ = chain(state, 0, 0, False)
-    uses = iter(range(len(CHAIN)))
-
-    def at(verb: str, unit: str, state: fsdp.State, tree: Tree) -> fsdp.State | None:
-        return fsdp.finish_reductions(state) if "unshard" in verb and next(uses) == done else None
-
-    return full_grads(fsdp.finish_reductions(chain(state, 0, 1, at=at)[0]))
+    assert equal(full_grads(fsdp.finish_reductions(state)), params)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
+@on_two
 def test_gradients_may_be_read_in_the_middle_of_a_step(depth: int) -> None:
+    """Somebody reads them in the middle of the second microbatch, after `done` units. Then it goes on."""
     expected = reference(2, {}, 2)
     for done in (2, 5, 6, 8):
-        for grads in run(finishing, 2, Schedule(prefetch=depth), done):
-            assert largest(grads, expected) < 1e-12
+        state = start(Schedule(prefetch=depth), dtype=torch.float64)
+        state, _ = chain(state, 0, 0, False)
+        uses = iter(range(len(CHAIN)))
+
+        def at(verb: str, unit: str, state: fsdp.State, tree: Tree, done: int = done, uses: Any = uses) -> Any:
+            return fsdp.finish_reductions(state) if "unshard" in verb and next(uses) == done else None
+
+        grads = full_grads(fsdp.finish_reductions(chain(state, 0, 1, at=at)[0]))
+        assert largest(grads, expected) < 1e-12
 
 
 # ---------------------------------------------------------------- outside the plan
 
 
-def outside_on_every_rank(schedule: Schedule) -> tuple[list[str], Tree]:
-    state = start(schedule)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(2):
-            state = fsdp.step(chain(state, step)[0])
-    return [str(one.message) for one in caught], flat(fsdp.full_params(state))
-
-
 @pytest.mark.parametrize("schedule", [Schedule(), Schedule(prefetch=2, debug=True)], ids=str)
-def test_a_unit_outside_the_plan_on_every_rank_is_one_warning_and_right(schedule: Schedule) -> None:
-    expected = by_the_simplest()
+def test_a_unit_outside_the_plan_on_every_rank_is_one_warning_and_right(schedule: Schedule, simplest: Tree) -> None:
     order = tuple(unit for unit in CHAIN if unit != "u3")
     for texts, weights in run(outside_on_every_rank, 2, schedule.ordered(order)):
         (text,) = texts
         assert "'u3'" in text
         assert "is not what the schedule expects here" in text
         assert "Schedule(order=" in text
-        assert equal(weights, expected)
+        assert equal(weights, simplest)
 
 
-def outside_differently(recorded: bool) -> tuple[str, Tree]:
+def outside_on_every_rank(schedule: Schedule) -> tuple[list[str], Tree]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        weights = undisturbed(schedule)
+    return [str(one.message) for one in caught], weights
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@on_two
+def test_ranks_that_come_with_different_units_get_an_error_that_names_both(recorded: bool, simplest: Tree) -> None:
     """Ranks come with different units that no plan expects: in the first recorded step, or outside the order."""
     state = start(Schedule("recorded" if recorded else ("u0", "u1", "u4", "u4", "u1", "u0")))
-    try:
-        middle, _ = fsdp.unshard(state, "u0")
-        middle = fsdp.release(middle, "u0")
+    middle, _ = fsdp.unshard(state, "u0")
+    middle = fsdp.release(middle, "u0")
+    with pytest.raises(ScheduleError, match=r"(?s)ranks came with 'u2' and 'u3'.*The state before the step is valid\."):
         fsdp.unshard(middle, "u3" if dist.get_rank() else "u2")
-        text = ""
-    except ScheduleError as error:
-        text = str(error)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(2):
             state = fsdp.step(chain(state, step)[0])
     assert not recorded or state.cursor.plan.schedule.order == CHAIN
-    return text, flat(fsdp.full_params(state))
-
-
-@pytest.mark.parametrize("recorded", [True, False])
-def test_ranks_that_come_with_different_units_get_an_error_that_names_both(recorded: bool) -> None:
-    expected = by_the_simplest()
-    for text, weights in run(outside_differently, 2, recorded):
-        assert "ranks came with 'u2' and 'u3'" in text
-        assert "The state before the step is valid." in text
-        assert equal(weights, expected)
+    assert equal(weights_of(state), simplest)
 
 
 # ---------------------------------------------------------------- the order that is recorded
 
 
-def recording() -> tuple[Any, ...]:
+def test_the_order_of_the_first_step_is_installed_on_every_rank(simplest: Tree) -> None:
+    first, other = run(recording, 2, simplest)
+    assert first == other
+
+
+def recording(simplest: Tree) -> Any:
     state = start(Schedule("recorded", prefetch=2))
-    first = repr(state.cursor)
+    assert "nothing is begun" in repr(state.cursor)
     fsdp.unshard(state, "u3")  # given up: not part of the order
     state, _ = chain(state, 0)
     base = state = fsdp.step(state)
-    order, printed, hash_ = state.cursor.plan.schedule.order, repr(state.cursor), state.cursor.plan.hash
+    plan = state.cursor.plan
+    assert plan.schedule.order == CHAIN
+    assert "u4" in repr(state.cursor)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         state = fsdp.step(chain(state, 1)[0])
-    assert state.cursor.plan.hash == hash_
+    assert state.cursor.plan.hash == plan.hash
+    assert equal(weights_of(state), simplest)
     with pytest.raises(fsdp.StaleStateError):
         fsdp.unshard(base, "u0")
     params, model = fsdp.functionalize(net(torch.float32))
@@ -685,20 +643,8 @@ def recording() -> tuple[Any, ...]:
     other = fsdp.shard(params, given, fsdp.adamw(lr=1e-2))
     for k in range(2):
         other, _ = by_unit(model, other, net_batch(0, dist.get_rank(), k), k == 1)
-    other = fsdp.step(other)
-    return first, order, printed, hash_, other.cursor.plan.schedule.order, flat(fsdp.full_params(state))
-
-
-def test_the_order_of_the_first_step_is_installed_on_every_rank() -> None:
-    expected = by_the_simplest()
-    results = run(recording, 2)
-    for first, order, printed, hash_, twice, weights in results:
-        assert "nothing is begun" in first
-        assert order == CHAIN
-        assert twice == NET * 2
-        assert "u4" in printed
-        assert hash_ == results[0][3]
-        assert equal(weights, expected)
+    assert fsdp.step(other).cursor.plan.schedule.order == NET * 2
+    return plan.hash
 
 
 # ---------------------------------------------------------------- a step is a transaction
@@ -718,9 +664,21 @@ PLACES = [
 ]
 
 
-def disturbed(schedule: Schedule, preset: str, who: tuple[int, ...], error: type[BaseException]) -> list[str]:
+@pytest.mark.parametrize(
+    ("ranks", "who", "error", "preset"),
+    [
+        (2, (1,), Boom, "zero3"),
+        (2, (0,), KeyboardInterrupt, "zero3"),
+        pytest.param(2, (0, 1), Boom, "zero3", marks=pytest.mark.large),
+        pytest.param(2, (1,), Boom, "hfsdp", marks=pytest.mark.large),
+        pytest.param(4, (2,), Boom, "hsdp", marks=pytest.mark.large),
+    ],
+)
+@each_rank("ranks", timeout=TIMEOUT)
+def test_an_exception_with_prefetches_in_flight_costs_nothing(
+    ranks: int, who: tuple[int, ...], error: type[BaseException], preset: str
+) -> None:
     """At each place in turn `who` raise, in the second of three steps. All go on from the state before that."""
-    wrong = []
     expected: Tree = {}
     for place in [None, *(PLACES if FULL or (error is Boom and preset == "zero3") else PLACES[1::2])]:
 
@@ -732,43 +690,19 @@ def disturbed(schedule: Schedule, preset: str, who: tuple[int, ...], error: type
             middle, _ = chain(state, step, 0, False, at=at)
             return fsdp.step(chain(middle, step, 1)[0])
 
-        state, met = taken(start(schedule, preset), take, 3)
-        weights = flat(fsdp.full_params(state))
+        state, met = taken(start(Schedule(prefetch=2), preset), take, 3)
         if place is None:
-            expected = weights
+            expected = weights_of(state)
             continue
-        if not equal(weights, expected):
-            wrong.append(f"{place}: other weights")
+        assert equal(weights_of(state), expected), place
         allowed = [[error.__name__]] if dist.get_rank() in who else [["RestartError"]]
-        if place == PLACES[0] or len(who) == dist.get_world_size():
+        if place == PLACES[0] or len(who) == ranks:
             allowed.append([])  # nothing was begun, or all stopped at one place: nobody has to hear of it
-        if met not in allowed:
-            wrong.append(f"{place}: {met}")
-    return wrong
+        assert met in allowed, place
 
 
-@pytest.mark.parametrize(
-    ("ranks", "who", "error", "preset"),
-    [
-        (2, (1,), Boom, "zero3"),
-        (2, (0,), KeyboardInterrupt, "zero3"),
-        pytest.param(2, (0, 1), Boom, "zero3", marks=pytest.mark.large),
-        pytest.param(2, (1,), Boom, "hfsdp", marks=pytest.mark.large),
-        pytest.param(4, (2,), Boom, "hsdp", marks=pytest.mark.large),
-    ],
-)
-def test_an_exception_with_prefetches_in_flight_costs_nothing(
-    ranks: int, who: tuple[int, ...], error: type[BaseException], preset: str
-) -> None:
-    assert run(disturbed, ranks, Schedule(prefetch=2), preset, who, error) == [[]] * ranks
-
-
-def test_an_exception_while_an_order_is_recorded_costs_nothing() -> None:
-    for result in run(disturbed_recording, 2):
-        assert result == (CHAIN, True)
-
-
-def disturbed_recording() -> tuple[Any, bool]:
+@on_two
+def test_an_exception_while_an_order_is_recorded_costs_nothing(simplest: Tree) -> None:
     def take(state: fsdp.State, step: int, met: list[str]) -> fsdp.State:
         def at(verb: str, unit: str, *_: Any) -> None:
             if not met and dist.get_rank() == 1 and (verb, unit) == ("reduce", "u2"):
@@ -778,83 +712,76 @@ def disturbed_recording() -> tuple[Any, bool]:
 
     state, met = taken(start(Schedule("recorded", prefetch=2)), take, 2)
     assert len(met) == 1
-    expected = undisturbed()
-    return state.cursor.plan.schedule.order, equal(flat(fsdp.full_params(state)), expected)
+    assert state.cursor.plan.schedule.order == CHAIN
+    assert equal(weights_of(state), simplest)
 
 
-def stopped_in_the_first_verb(when: str) -> tuple[list[str], bool]:
-    """Rank 1 is stopped inside the first unshard of a step: when it has started gathers, or before.
-
-    Or it stops in a gather of the whole tree, and rank 0 hears of it in its own first unshard.
-    """
-    expected = undisturbed()
-    state = start(Schedule(prefetch=2))
-    state = fsdp.step(chain(state, 0)[0])
-    if dist.get_rank() == 1:
-        lanes = state._executor.run.lanes
-        name = "submit" if when == "submitting" else "wait"
-
-        def stop(*args: Any, **kwargs: Any) -> None:
-            delattr(lanes, name)
-            raise KeyboardInterrupt
-
-        setattr(lanes, name, stop)
-        if when == "whole tree":
-            time.sleep(0.3)
-            with pytest.raises(KeyboardInterrupt):
-                fsdp.unshard(state)
-    state, met = taken(state, lambda state, *_: fsdp.step(chain(state, 1)[0]), 1)
-    return met, equal(flat(fsdp.full_params(state)), expected)
-
-
-@pytest.mark.parametrize("when", ["waiting", "submitting", "whole tree"])
-def test_a_rank_stopped_inside_the_first_verb_of_a_step_begins_it_anew(when: str) -> None:
-    (heard, same), (met, same_too) = run(stopped_in_the_first_verb, 2, when)
-    assert heard in ([], ["RestartError"])
-    assert met == (["KeyboardInterrupt"] if when != "whole tree" else [])
-    assert same
-    assert same_too
-
-
-def stopped_in_the_middle(where: str, name: str) -> bool:
-    """Rank 1 is stopped inside a verb in the middle of a step, and runs that line again, as one does in a notebook."""
-    expected = undisturbed()
-    state = start(Schedule(prefetch=2))
-    state = fsdp.step(chain(state, 0)[0])
-    lanes = state._executor.run.lanes
-    again = dist.get_rank() == 1
+def stopping(lanes: Any, name: str) -> None:
+    """The next call of this method is stopped, once."""
 
     def stop(*args: Any, **kwargs: Any) -> None:
         delattr(lanes, name)
         raise KeyboardInterrupt
 
+    setattr(lanes, name, stop)
+
+
+@pytest.mark.parametrize("when", ["waiting", "submitting", "whole tree"])
+@on_two
+def test_a_rank_stopped_inside_the_first_verb_of_a_step_begins_it_anew(when: str, simplest: Tree) -> None:
+    """Rank 1 is stopped inside the first unshard of a step: when it has started gathers, or before.
+
+    Or it stops in a gather of the whole tree, and rank 0 hears of it in its own first unshard.
+    """
+    state = fsdp.step(chain(start(Schedule(prefetch=2)), 0)[0])
+    if dist.get_rank() == 1:
+        stopping(state._executor.run.lanes, "submit" if when == "submitting" else "wait")
+        if when == "whole tree":
+            time.sleep(0.3)
+            with pytest.raises(KeyboardInterrupt):
+                fsdp.unshard(state)
+    state, met = taken(state, lambda state, *_: fsdp.step(chain(state, 1)[0]), 1)
+    if dist.get_rank() == 1:
+        assert met == (["KeyboardInterrupt"] if when != "whole tree" else [])
+    else:
+        assert met in ([], ["RestartError"])
+    assert equal(weights_of(state), simplest)
+
+
+@pytest.mark.parametrize(
+    ("where", "name"), [("unshard again", "wait"), ("unshard again", "submit"), ("reduce", "submit")]
+)
+@on_two
+def test_a_line_that_was_stopped_may_be_run_again_or_says_that_it_may_not(
+    where: str, name: str, simplest: Tree
+) -> None:
+    """Rank 1 is stopped inside a verb in the middle of a step, and runs that line again, as one does in a notebook."""
+    state = fsdp.step(chain(start(Schedule(prefetch=2)), 0)[0])
+    lanes = state._executor.run.lanes
+    again = dist.get_rank() == 1
+
     def at(verb: str, unit: str, state: fsdp.State, grads: Tree) -> None:
         nonlocal again
         if again and (verb, unit) == (where, "u2"):
             again = False
-            setattr(lanes, name, stop)
+            stopping(lanes, name)
             with pytest.raises(KeyboardInterrupt):
                 fsdp.reduce(state, grads, unit) if grads else fsdp.unshard(state, unit)
 
     state, _ = taken(state, lambda state, *_: fsdp.step(chain(state, 1, at=at)[0]), 1, fsdp.StaleStateError)
-    return equal(flat(fsdp.full_params(state)), expected)
-
-
-@pytest.mark.parametrize(
-    ("verb", "name"), [("unshard again", "wait"), ("unshard again", "submit"), ("reduce", "submit")]
-)
-def test_a_line_that_was_stopped_may_be_run_again_or_says_that_it_may_not(verb: str, name: str) -> None:
-    assert run(stopped_in_the_middle, 2, verb, name) == [True, True]
+    assert equal(weights_of(state), simplest)
 
 
 # ---------------------------------------------------------------- state.cursor
 
 
-def looks_at_cursors() -> list[str]:
+@on_two
+def test_a_cursor_is_a_value_of_its_state_and_can_be_printed_at_any_time() -> None:
     state = start(Schedule(prefetch=2))
     base, between = state, state.cursor
     assert between.idle
-    pictures = [repr(between)]
+    assert "nothing is begun" in repr(between)
+    assert repr(between).count("released") == 5
     looks: list[tuple[fsdp.State, str, Any]] = []
 
     def at(verb: str, unit: str, state: fsdp.State, tree: Tree) -> None:
@@ -874,33 +801,28 @@ def looks_at_cursors() -> list[str]:
     assert inside.held == {"u0"}
     assert set(inside.live) == {"u0", "u1", "u2"}
     assert inside.at == 1
-    pictures += [repr(inside), repr(state.cursor)]
+    rows = {line.split()[0]: line for line in repr(inside).splitlines() if line.startswith("u")}
+    assert rows["u0"].endswith("live, held")
+    assert rows["u1"].endswith("live")
+    assert rows["u4"].endswith("released")
+    assert "use 1 of 10 comes next (u1)" in repr(inside)
+    through = repr(state.cursor)
+    assert "the program is through" in through
+    assert "5 of 5 reductions" in through or "0 of 5 reductions" in through
     state = fsdp.step(state)
     assert state.cursor.plan is between.plan
-    return [*pictures, repr(state.cursor), repr(state.cursor.plan)]
-
-
-def test_a_cursor_is_a_value_of_its_state_and_can_be_printed_at_any_time() -> None:
-    for between, inside, through, after, planned in run(looks_at_cursors, 2):
-        assert "nothing is begun" in between
-        assert between.count("released") == 5
-        rows = {line.split()[0]: line for line in inside.splitlines() if line.startswith("u")}
-        assert rows["u0"].endswith("live, held")
-        assert rows["u1"].endswith("live")
-        assert rows["u4"].endswith("released")
-        assert "use 1 of 10 comes next (u1)" in inside
-        assert "the program is through" in through
-        assert "5 of 5 reductions" in through or "0 of 5 reductions" in through
-        assert after == between
-        assert "10 uses" in planned
-        assert "prefetch 2" in planned
+    assert repr(state.cursor) == repr(between)
+    assert "10 uses" in repr(between.plan)
+    assert "prefetch 2" in repr(between.plan)
 
 
 # ---------------------------------------------------------------- memory and copies
 
 
-def freed(when: str) -> list[str]:
-    """What is still there when the last name of a state is gone, without the garbage collector."""
+@pytest.mark.parametrize("when", ["between steps", "in a step", "in flight"])
+@on_two
+def test_a_deleted_state_frees_everything_at_once(when: str) -> None:
+    """Nothing is still there when the last name of a state is gone, without the garbage collector."""
     state = start(Schedule(prefetch=2))
     for step in range(2):
         state = fsdp.step(chain(state, step)[0])
@@ -924,17 +846,14 @@ def freed(when: str) -> list[str]:
     gc.disable()
     try:
         del state, executor, place, buffer
-        return [name for name, one in alive.items() if one() is not None]
+        assert [name for name, one in alive.items() if one() is not None] == []
     finally:
         gc.enable()
 
 
-@pytest.mark.parametrize("when", ["between steps", "in a step", "in flight"])
-def test_a_deleted_state_frees_everything_at_once(when: str) -> None:
-    assert run(freed, 2, when) == [[], []]
-
-
-def copies(how: str) -> bool:
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@on_two
+def test_copies_have_an_executor_of_their_own(how: str) -> None:
     """A copy has lanes' work of its own: two lineages take turns, unit by unit, and neither disturbs the other."""
     state = start(Schedule(prefetch=2))
     state = fsdp.step(chain(state, 0)[0])
@@ -954,12 +873,8 @@ def copies(how: str) -> bool:
             assert all(x is not z for x, z in zip(*(tree.values() for tree in seen), strict=True)) or ends
         state, twin = ends
     expected = undisturbed(steps=3)
-    return equal(flat(fsdp.full_params(state)), expected) and equal(flat(fsdp.full_params(twin)), expected)
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_have_an_executor_of_their_own(how: str) -> None:
-    assert run(copies, 2, how) == [True, True]
+    assert equal(weights_of(state), expected)
+    assert equal(weights_of(twin), expected)
 
 
 # ---------------------------------------------------------------- other lanes
@@ -984,7 +899,7 @@ def looked_at(folder: str, schedule: Schedule) -> tuple[bool, list[str]]:
         state, mean = fsdp.pmean(state, {"loss": loss, "rank": dist.get_rank()})
         averages += mean.values()
         fsdp.local_shards(state, "grads")
-        seen.append(flat(fsdp.full_params(state)))
+        seen.append(weights_of(state))
         h = data(step, dist.get_rank(), 1)[0]
         for unit in UNITS:
             state, w = fsdp.unshard(state, unit)
@@ -992,14 +907,14 @@ def looked_at(folder: str, schedule: Schedule) -> tuple[bool, list[str]]:
             state, mean = fsdp.pmean(state, h.mean())
             state = fsdp.release(state, unit)
         state = fsdp.step(state)
-        seen.append(flat(fsdp.full_params(state)))
+        seen.append(weights_of(state))
     ok = all(equal(one, seen[0]) for one in seen[:3]) and all(equal(one, seen[3]) for one in seen[4:7])
     loaded = [flat(fsdp.full_params(fsdp.load(path, like=state))) for path in sorted(Path(folder).iterdir())]
     ok = ok and [equal(a, b) for a, b in zip(loaded, [seen[0]] * 2 + [seen[4]] * 2, strict=True)] == [True] * 4
     expected = start(SIMPLEST)
     for step in range(2):
         expected = fsdp.step(chain(expected, step, 0)[0])
-    ok = ok and equal(flat(fsdp.full_params(state)), flat(fsdp.full_params(expected)))
+    ok = ok and equal(weights_of(state), flat(fsdp.full_params(expected)))
     return ok, [str(t.tolist()) for t in averages]
 
 

@@ -62,14 +62,17 @@ def launch(
     return fsdp.launch(fn, args, kwargs, nprocs=nprocs, simulate=True)
 
 
-def each_rank(nprocs: int | str, *, processes: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def each_rank(
+    nprocs: int | str, *, timeout: float | None = None, processes: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A test whose body, with its assertions, runs on each of so many ranks; a text names the argument that says it."""
 
     def decorated(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(**given: Any) -> None:
             count = given[nprocs] if isinstance(nprocs, str) else nprocs
-            launch(_body_of, (body.__module__, body.__name__, given), nprocs=count, processes=processes)
+            body_of = body.__module__, body.__name__, given
+            launch(_body_of, body_of, nprocs=count, timeout=timeout, processes=processes)
 
         return test
 
