@@ -18,8 +18,7 @@ import torch.nn as nn
 import torch.utils._pytree as pytree
 from support.presets import PRESETS
 from support.problems import mesh_and_placement
-from support.ranks import launch
-from support.tables import FULL as EVERY_ROW
+from support.ranks import each_rank
 from support.tables import marked
 
 import functional_fsdp as fsdp
@@ -168,22 +167,6 @@ def parting(found: Tree, wanted: Tree) -> float:
     return max([float((found[name] - p).abs().max()) for name, p in wanted.items() if p.numel()])
 
 
-def trained(preset: str, make: Any, expected: list[Tree]) -> float:
-    """How far weights are from those of torch's optimizer, at most."""
-    state = fsdp.shard(tree(), spec(preset), make())
-    worst = 0.0
-    for step, wanted in enumerate(expected):
-        state = fsdp.step(reduced(state, step))
-        worst = max(worst, parting(fsdp.full_params(state), wanted))
-    return worst
-
-
-def all_of(presets: tuple[str, ...], which: str) -> dict[str, float]:
-    make, torchs = OPTIMIZERS[which]
-    expected = reference(fsdp.local_mesh().size(), torchs)
-    return {preset: trained(preset, make, expected) for preset in presets}
-
-
 def by_ranks(rows: list[Any]) -> list[Any]:
     """(ranks, optimizer, presets) of rows with one preset each."""
     found: dict[Any, list[str]] = {}
@@ -203,12 +186,17 @@ FEW = [
     ("ranks", "which", "presets"),
     marked(by_ranks(FEW) + by_ranks([row for row in ROWS if row not in FEW]), by_ranks(FEW)),
 )
+@each_rank("ranks")
 def test_every_optimizer_leaves_alone_what_torchs_leaves_alone(
     ranks: int, which: str, presets: tuple[str, ...]
 ) -> None:
-    for found in launch(all_of, (presets, which), nprocs=ranks):
-        assert len(found) == len(presets)
-        assert {key: worst for key, worst in found.items() if not worst < 1e-9} == {}
+    make, torchs = OPTIMIZERS[which]
+    expected = reference(ranks, torchs)
+    for preset in presets:
+        state = fsdp.shard(tree(), spec(preset), make())
+        for step, wanted in enumerate(expected):
+            state = fsdp.step(reduced(state, step))
+            assert parting(fsdp.full_params(state), wanted) < 1e-9, (preset, step)
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -220,7 +208,11 @@ def alike(a: fsdp.State, b: fsdp.State) -> bool:
     return all(torch.equal(x, y) for x, y in pairs)
 
 
-def resumed(preset: str, folder: str) -> set[str]:
+@pytest.mark.parametrize(
+    ("preset", "ranks"), marked([("zero3", 1), ("zero2", 2), ("ddp", 4), ("hfsdp", 4)], [("zero3", 1), ("zero2", 2)])
+)
+@each_rank("ranks")
+def test_counts_of_missed_steps_are_copied_and_saved(preset: str, ranks: int, tmp_path: Path) -> None:
     """Six steps; and the last ones again from copies and from checkpoints, which new and old states read, one of them
     from before any leaf missed a step."""
 
@@ -233,10 +225,10 @@ def resumed(preset: str, folder: str) -> set[str]:
         return state
 
     state = begun()
-    first, state = fsdp.save(state, f"{folder}/first"), stepped(state, 0, 1, 2)
-    path = fsdp.save(state, f"{folder}/then")
+    first, state = fsdp.save(state, tmp_path / "first"), stepped(state, 0, 1, 2)
+    path = fsdp.save(state, tmp_path / "then")
     others = [copy.deepcopy(state), fsdp.load(path, like=begun())]
-    if fsdp.local_mesh().size() == 1:
+    if ranks == 1:
         others.append(pickle.loads(pickle.dumps(state)))
     state = stepped(state, 3, 4, 5)
     before = fsdp.load(first, like=state)  # which has counts
@@ -246,15 +238,7 @@ def resumed(preset: str, folder: str) -> set[str]:
         other = stepped(other, 3, 4, 5)
         assert alike(state, other)
         assert [*state.opt.missed] == [*other.opt.missed]
-    return {*state.opt.missed}
-
-
-@pytest.mark.parametrize(
-    ("preset", "ranks"), marked([("zero3", 1), ("zero2", 2), ("ddp", 4), ("hfsdp", 4)], [("zero3", 1), ("zero2", 2)])
-)
-def test_counts_of_missed_steps_are_copied_and_saved(preset: str, ranks: int, tmp_path: Path) -> None:
-    for missed in launch(resumed, (preset, str(tmp_path)), nprocs=ranks):
-        assert {"blocks.0", "norm", "never"} <= missed
+    assert {"blocks.0", "norm", "never"} <= {*state.opt.missed}
 
 
 # ---------------------------------------------------------------- leaves that ranks have each their own
@@ -270,7 +254,9 @@ def expert_grads(step: int, rank: int) -> Tree:
     return {name: g if comes.get(name, rank == 3 or step < 4) else None for name, g in grads.items()}
 
 
-def experts_apart(optimizer: str, folder: str) -> tuple[float, list[str], list[int], bool]:
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("nadam", marks=pytest.mark.large), "pair"])
+@each_rank(4)
+def test_experts_are_each_ranks_own(optimizer: str, tmp_path: Path) -> None:
     mesh, rank = fsdp.local_mesh(expert=2, data=2), dist.get_rank()
     make, torchs = OPTIMIZERS[optimizer]
     rules = {"rest": fsdp.zero3("expert", "data"), "*": fsdp.zero3("data")}
@@ -278,14 +264,13 @@ def experts_apart(optimizer: str, folder: str) -> tuple[float, list[str], list[i
     params = {"experts": mine, "late": mine + 1, "rest": torch.ones(5, dtype=torch.float64)}
 
     def sharded() -> fsdp.State:
-        return fsdp.shard(
-            params, Spec(mesh, rules, units=[["experts", "late"], "rest"], labels={"late": "bias"}), make()
-        )
+        placed = Spec(mesh, rules, units=[["experts", "late"], "rest"], labels={"late": "bias"})
+        return fsdp.shard(params, placed, make())
 
     plain = {name: torch.nn.Parameter(p.clone()) for name, p in params.items()}
     decayed = {"params": [p for name, p in plain.items() if name != "late"], "weight_decay": DECAY["default"]}
     reference = torchs([decayed, {"params": [plain["late"]], "weight_decay": DECAY["bias"]}])
-    state, worst, same = sharded(), 0.0, True
+    state = sharded()
     for step in range(6):
         reference.zero_grad()
         for other in range(4):
@@ -295,22 +280,15 @@ def experts_apart(optimizer: str, folder: str) -> tuple[float, list[str], list[i
                     p.grad = g / 4 if p.grad is None else p.grad + g / 4
         reference.step()
         state = fsdp.step(fsdp.reduce(state, expert_grads(step, rank)))
-        worst = max(worst, parting(fsdp.full_params(state), {name: p.detach() for name, p in plain.items()}))
+        assert parting(fsdp.full_params(state), {name: p.detach() for name, p in plain.items()}) < 1e-9
         if step == 3:
-            again = fsdp.load(fsdp.save(state, folder), like=sharded())
-            same, state = alike(state, again), again
-    missed = state.opt.missed if optimizer == "adamw" else {}
-    return worst, [*missed], [n for buffer in missed.values() for n in buffer.local.tolist()], same
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("nadam", marks=pytest.mark.large), "pair"])
-def test_experts_are_each_ranks_own(optimizer: str, tmp_path: Path) -> None:
-    counts = []
-    for worst, names, missed, same in launch(experts_apart, (optimizer, str(tmp_path / "saved")), nprocs=4):
-        assert worst < 1e-9
-        assert same
-        counts.append((names, missed))
+            again = fsdp.load(fsdp.save(state, tmp_path / "saved"), like=sharded())
+            assert alike(state, again)
+            state = again
     if optimizer == "adamw":
+        counts: list[Any] = [None] * 4
+        missed = state.opt.missed
+        dist.all_gather_object(counts, ([*missed], [n for buffer in missed.values() for n in buffer.local.tolist()]))
         assert counts[0] == counts[1]
         assert counts[2] == counts[3]
         assert counts[0][0] == counts[2][0]  # the same structure on every rank
@@ -344,41 +322,31 @@ def loss_fn(model: Any, x: torch.Tensor, expert: int) -> torch.Tensor:
     return model(x, expert).square().mean()
 
 
-def driven(preset: str, second_order: bool, overlapped: bool) -> float:
+DRIVEN = [("zero3", False, True), ("hsdp", False, False), ("zero1", True, False), ("ddp", False, False)]
+
+
+@pytest.mark.parametrize(("preset", "second_order", "overlapped"), marked(DRIVEN, DRIVEN[:3]))
+@each_rank(4)
+def test_experts_that_no_batch_went_through_stay_as_they_are(preset: str, second_order: bool, overlapped: bool) -> None:
     mesh, placement = mesh_and_placement(preset)
     params, model = fsdp.functionalize(Routed())
     schedule = fsdp.Schedule(overlap_update=overlapped)
     state = fsdp.shard(params, Spec(mesh, placement, schedule=schedule), fsdp.adamw(lr=0.05, weight_decay=0.2))
     forward_backward: Any = T.forward_backward(model, loss_fn, second_order=second_order)
     forward_backward = T.accumulate(forward_backward, 2)
-    plain, world, rank, worst = Routed(), mesh.size(), dist.get_rank(), 0.0
+    plain = Routed()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05, weight_decay=0.2)
     for step in range(6):
         optimizer.zero_grad()
-        for other in range(world):
-            (loss_fn(plain, *routed(step, other)) / world).backward()
+        for other in range(4):
+            (loss_fn(plain, *routed(step, other)) / 4).backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         if step != 3:
             optimizer.step()
-        state, _ = forward_backward(state, *routed(step, rank))
+        state, _ = forward_backward(state, *routed(step, dist.get_rank()))
         state, _ = T.clip_by_global_norm(state, 0.1)
         state = fsdp.step(state, skip=torch.tensor(step == 3))  # a step that counts for nobody
-        worst = max(worst, parting(fsdp.full_params(state), {n: p.detach() for n, p in plain.named_parameters()}))
-    return worst
-
-
-DRIVEN = [("zero3", False, True), ("hsdp", False, False), ("zero1", True, False), ("ddp", False, False)]
-DRIVEN = DRIVEN if EVERY_ROW else DRIVEN[:3]
-
-
-def all_driven() -> list[float]:
-    return [driven(*row) for row in DRIVEN]
-
-
-def test_experts_that_no_batch_went_through_stay_as_they_are() -> None:
-    for found in launch(all_driven, nprocs=4):
-        assert len(found) == len(DRIVEN)
-        assert max(found) < 1e-9
+        assert parting(fsdp.full_params(state), {n: p.detach() for n, p in plain.named_parameters()}) < 1e-9
 
 
 def test_compiled_steps_may_be_skipped_where_a_leaf_has_no_gradient() -> None:
@@ -409,15 +377,13 @@ STAGES: Any = {
 }
 
 
-def staged(optimizer: Any) -> fsdp.State:
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+@each_rank(2)
+def test_noise_is_a_gradient_of_every_leaf_and_products_with_the_hessian_are_none(noise: float) -> None:
+    """Which leaves a step of private gradients moves; at the same time, of a product with the Hessian before it."""
     params = {f"{unit}.{key}": torch.full((3, 3), 0.5) for unit in STAGES for key in ("used", "idle")}
     params["last.used"] = torch.ones(3)
-    return fsdp.shard(params, Spec(fsdp.local_mesh(), units=[*STAGES]), optimizer)
-
-
-def walked(noise: float) -> dict[str, bool]:
-    """Which leaves a step of private gradients moves; at the same time, of a product with the Hessian before it."""
-    state = staged(fsdp.sgd(lr=0.1, weight_decay=0.1))
+    state = fsdp.shard(params, Spec(fsdp.local_mesh(), units=[*STAGES]), fsdp.sgd(lr=0.1, weight_decay=0.1))
     before = fsdp.full_params(state)
     batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
     state, _ = T.clipped_gradients(STAGES, max_norm=1.0, noise=noise)(state, batch)
@@ -426,14 +392,8 @@ def walked(noise: float) -> dict[str, bool]:
         warnings.simplefilter("ignore", DeprecationWarning)
         state, _ = T.hvp(summed)(state, state.main, batch)
     after = fsdp.full_params(fsdp.step(state))
-    return {name: not torch.equal(after[name], p) for name, p in before.items()}
-
-
-def test_noise_is_a_gradient_of_every_leaf_and_products_with_the_hessian_are_none() -> None:
-    for moved in launch(walked, (0.0,), nprocs=2):
-        assert moved == {"first.used": True, "first.idle": False, "last.used": True, "last.idle": False}
-    for moved in launch(walked, (1.0,), nprocs=2):
-        assert all(moved.values())
+    moved = {name: not torch.equal(after[name], p) for name, p in before.items()}
+    assert moved == {name: noise > 0 or "used" in name for name in params}
 
 
 # ---------------------------------------------------------------- what ranks tell each other
@@ -462,18 +422,6 @@ def test_a_row_has_a_byte_a_leaf_and_experts_one_for_each_rank() -> None:
     assert seats[0].parted([rows[0], rows[1]]) == ""
 
 
-def asked() -> list[int]:
-    """How many messages ranks send beside the votes, when all have all, when one has, and when none has."""
-    state = fsdp.shard({"a": torch.ones(5), "b": torch.ones(5)}, Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
-    log, found = state.version.lineage.runtime.issued["control"], []
-    for who in ((0, 1), (1,), ()):
-        before = log.count
-        grads = {"a": torch.ones(5), "b": torch.ones(5) if dist.get_rank() in who else None}
-        state = fsdp.step(fsdp.reduce(state, grads))
-        found.append(log.count - before)
-    return found
-
-
 def test_a_rank_says_whether_it_has_them_all() -> None:
     sizes = {"data": 2}
     given = GradientMask(
@@ -497,12 +445,35 @@ def test_a_rank_says_whether_it_has_them_all() -> None:
     assert given.vote() == FULL
 
 
+@each_rank(2)
 def test_ranks_ask_only_if_none_has_all() -> None:
-    assert launch(asked, nprocs=2) == [[2, 2, 3]] * 2
+    """How many messages ranks send beside the votes, when all have all, when one has, and when none has."""
+    state = two_leaves(fsdp.sgd(lr=0.1))
+    for who, messages in (((0, 1), 2), ((1,), 2), ((), 3)):
+        state, sent = counted(state, lambda state, who=who: partly(state, b=dist.get_rank() in who))
+        assert sent == messages, who
 
 
-def untouched(optimizer: Any) -> list[bool]:
-    """Whether a leaf without a gradient keeps the bits of its weights and of the optimizer's state."""
+def two_leaves(optimizer: Any) -> fsdp.State:
+    return fsdp.shard({"a": torch.ones(5), "b": torch.ones(5)}, Spec(fsdp.local_mesh()), optimizer)
+
+
+def partly(state: fsdp.State, *, a: bool = True, b: bool = True) -> fsdp.State:
+    one = torch.ones(5)
+    return fsdp.step(fsdp.reduce(state, {"a": one if a else None, "b": one if b else None}))
+
+
+def counted(state: fsdp.State, call: Callable[..., Any]) -> tuple[Any, int]:
+    """What a call gives, and how many votes and other messages it sends."""
+    log = state.version.lineage.runtime.issued["control"]
+    before = log.count
+    result = call(state)
+    return result, log.count - before
+
+
+@pytest.mark.parametrize("which", list(OPTIMIZERS))
+def test_not_a_bit_changes(which: str) -> None:
+    """A leaf without a gradient keeps the bits of its weights and of the optimizer's state."""
 
     def tensors() -> list[tuple[torch.Tensor, int]]:
         """Each with how many of its elements belong to the first leaf."""
@@ -511,17 +482,13 @@ def untouched(optimizer: Any) -> list[bool]:
         return [(node.local.clone(), 1 if node.bucket.by_leaf else 300) for node in floats]
 
     spec = Spec(fsdp.local_mesh(), units=["u"], labels={"u.b": "bias"})
-    state = fsdp.shard({"u.a": torch.randn(300), "u.b": torch.randn(7)}, spec, optimizer)
+    state = fsdp.shard({"u.a": torch.randn(300), "u.b": torch.randn(7)}, spec, OPTIMIZERS[which][0]())
     state = fsdp.step(fsdp.reduce(state, {"u.a": torch.randn(300), "u.b": torch.randn(7)}))
     before = tensors()
     state = fsdp.step(fsdp.reduce(state, {"u.a": None, "u.b": torch.ones(7)}))
     pairs = zip(before, tensors(), strict=True)
-    return [torch.equal(x[:n], y[:n]) and not torch.equal(x, y) for (x, n), (y, _) in pairs]
-
-
-@pytest.mark.parametrize("which", list(OPTIMIZERS))
-def test_not_a_bit_changes(which: str) -> None:
-    assert untouched(OPTIMIZERS[which][0]()) == [True] * {"adamw": 3, "nadam": 5}.get(which, 2)
+    untouched = [torch.equal(x[:n], y[:n]) and not torch.equal(x, y) for (x, n), (y, _) in pairs]
+    assert untouched == [True] * {"adamw": 3, "nadam": 5}.get(which, 2)
 
 
 def test_a_step_with_all_gradients_counts_nothing() -> None:
@@ -534,86 +501,66 @@ def test_a_pair_that_keeps_plain_tensors_is_warned_of() -> None:
     pair = Optimizer(
         lambda main: [torch.zeros_like(b.local) for b in main.values()], lambda g, opt, main, n: (main, opt)
     )
-    state = fsdp.shard({"a": torch.ones(3), "b": torch.ones(3)}, Spec(fsdp.local_mesh()), pair)
-    state = fsdp.step(fsdp.reduce(state, {"a": torch.ones(3), "b": torch.ones(3)}))
+    state = partly(two_leaves(pair))
     with pytest.warns(UserWarning, match=r"Optimizer keeps a tensor \(128,\) that is no FlatBuffer"):
-        fsdp.step(fsdp.reduce(state, {"a": torch.ones(3), "b": None}))
+        partly(state, b=False)
 
 
 # ---------------------------------------------------------------- steps that were captured
 
 
-def partly(state: fsdp.State, *, a: bool = True, b: bool = True) -> fsdp.State:
-    one = torch.ones(5)
-    return fsdp.step(fsdp.reduce(state, {"a": one if a else None, "b": one if b else None}))
-
-
-def replayed(b: bool) -> tuple[int, int]:
-    """How many votes and other messages a replay sends, of a step in which one leaf may have no gradient."""
+@pytest.mark.parametrize(("b", "messages"), [(True, 2), (False, 3)])  # one number is compared, and no row
+@each_rank(2)
+def test_a_replay_does_not_ask_again(b: bool, messages: int) -> None:
+    """Of a step in which one leaf may have no gradient."""
     other = fsdp.shard({"c": torch.ones(5)}, Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
     fsdp.step(fsdp.reduce(other, {"c": torch.ones(5)}))
-    state = fsdp.shard({"a": torch.ones(5), "b": torch.ones(5)}, Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
-    state = partly(state)
+    state = partly(two_leaves(fsdp.sgd(lr=0.1)))
     capture = Capture(state)
     time.sleep(0.3 * dist.get_rank())  # what one rank captures stands beside what the other issued long before
     with capture.recording():
         state = partly(state, b=b)
     capture.first(lambda: None)
-    launched, log = list[int](), state.version.lineage.runtime.issued["control"]
-    before = log.count
-    capture.again(state, lambda: launched.append(1))
-    return len(launched), log.count - before
+    launched = list[int]()
+    _, sent = counted(state, lambda state: capture.again(state, lambda: launched.append(1)))
+    assert (launched, sent) == ([1], messages)
 
 
-def test_a_replay_does_not_ask_again() -> None:
-    assert launch(replayed, (True,), nprocs=2) == [(1, 2)] * 2
-    assert launch(replayed, (False,), nprocs=2) == [(1, 3)] * 2  # one number is compared, and no row
-
-
-def mixed(eager: dict[str, bool]) -> tuple[str, int]:
+@pytest.mark.parametrize(
+    ("eager", "same"), [({"b": False}, True), ({"a": False, "b": False}, True), ({}, False), ({"a": False}, False)]
+)
+@each_rank(2)
+def test_a_rank_may_replay_beside_one_that_steps_alike_and_is_refused_on_every_rank_beside_others(
+    eager: dict[str, bool], same: bool
+) -> None:
     """The first rank votes as a replay of a step without a gradient for b, beside one that steps eagerly."""
-    state = fsdp.shard({"a": torch.ones(5), "b": torch.ones(5)}, Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
-    state = partly(state, b=False)
+    state = partly(two_leaves(fsdp.sgd(lr=0.1)), b=False)
     given = state._executor.reductions.given
     if dist.get_rank() == 0:
         fixed = Fixed.of(given)
         given.vote = lambda: fixed.vote  # type: ignore[method-assign]
         given.agree = lambda run, seen: fixed.again(run, seen) or given.seats.lacking(fixed.agreed)  # type: ignore
-    try:
-        return "", partly(state, **({"b": False} if dist.get_rank() == 0 else eager)).steps
-    except ScheduleError as error:
-        return str(error), state.steps
+    mine = {"b": False} if dist.get_rank() == 0 else eager
+    if same:
+        assert partly(state, **mine).steps == 2
+        return
+    with pytest.raises(ScheduleError, match="a step that was captured when other leaves got gradients than now"):
+        partly(state, **mine)
+    assert state.steps == 1
 
 
-@pytest.mark.parametrize("eager", [{"b": False}, {"a": False, "b": False}])
-def test_a_rank_may_replay_beside_one_that_steps_alike(eager: dict[str, bool]) -> None:
-    assert launch(mixed, (eager,), nprocs=2) == [("", 2)] * 2
-
-
-@pytest.mark.parametrize("eager", [{}, {"a": False}])
-def test_a_replay_beside_another_kind_of_step_is_refused_on_every_rank(eager: dict[str, bool]) -> None:
-    for said, steps in launch(mixed, (eager,), nprocs=2):
-        assert "a step that was captured when other leaves got gradients than now" in said
-        assert steps == 1
-
-
-def grew() -> tuple[str, bool]:
+@each_rank(2)
+def test_what_is_counted_grows_outside_of_captures() -> None:
     """A leaf first misses a step in the one that is captured."""
-    state = fsdp.shard({"a": torch.ones(5), "b": torch.ones(5)}, Spec(fsdp.local_mesh()), fsdp.adamw(lr=0.1))
-    state = partly(state)
-    keys = [signature(state, [], None)]
-    said = ""
-    with pytest.raises(NewCounts) as caught, Capture(state).recording():
+    state = partly(two_leaves(fsdp.adamw(lr=0.1)))
+    before = signature(state, [], None)
+    with (
+        pytest.raises(NewCounts, match=r"the optimizer counts their steps from now on \(in 'b'\)"),
+        Capture(state).recording(),
+    ):
         partly(state, b=False)
-    said = str(caught.value)
     state = partly(state, b=False)  # nothing was lost
-    keys.append(signature(state, [], None))
+    assert signature(state, [], None) != before
     with Capture(state).recording():
         state = partly(state, b=False)
-    return said, keys[0] != keys[1] and state.steps == 3
-
-
-def test_what_is_counted_grows_outside_of_captures() -> None:
-    for said, right in launch(grew, nprocs=2):
-        assert "the optimizer counts their steps from now on (in 'b')" in said
-        assert right
+    assert state.steps == 3

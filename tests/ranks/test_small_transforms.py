@@ -18,7 +18,7 @@ from support.models import CASES, LENGTH, Batch, Stack, batch_of, entropy, made
 from support.problems import batch as small_batch
 from support.problems import full_grads, largest, mesh_and_placement, net, on, reference
 from support.problems import loss_fn as small_loss
-from support.ranks import launch
+from support.ranks import each_rank, launch
 from support.tables import each
 
 import functional_fsdp as fsdp
@@ -30,36 +30,30 @@ Tree = dict[str, torch.Tensor]
 # ---------------------------------------------------------------- accumulate
 
 
-def accumulated(preset: str, n: int, has_aux: bool) -> tuple[float, Tree, Any]:
-    case = CASES["loose parameters"]
-    state, model = start(made(case), preset)
-    parts = [batch_of(case, 0, dist.get_rank(), k) for k in range(n)]
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("preset", ["zero3", "zero1"])
+@each_rank(2)
+def test_accumulate_is_the_mean_over_microbatches(preset: str, has_aux: bool) -> None:
+    case, n, mine = CASES["loose parameters"], 3, dist.get_rank()
+    plain = made(case)
+    losses = [[case.loss_fn(plain, batch_of(case, 0, rank, k)) for k in range(n)] for rank in range(2)]
+    torch.stack([loss for row in losses for loss in row]).mean().backward()
+    parts = [batch_of(case, 0, mine, k) for k in range(n)]
     data = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def with_aux(model: Any, batch: Batch, flag: str) -> tuple[torch.Tensor, torch.Tensor]:
         assert flag == "as it is"
         return entropy(model, batch), batch["source"].sum()
 
+    state, model = start(made(case), preset)
     if has_aux:
         state, (loss, aux) = T.accumulate(T.forward_backward(model, with_aux, has_aux=True), n)(state, data, "as it is")
-        right = [int(a) for a in aux] == [int(part["source"].sum()) for part in parts]
+        assert [int(a) for a in aux] == [int(part["source"].sum()) for part in parts]
     else:
         state, loss = T.accumulate(T.forward_backward(model, entropy), n)(state, data)
-        right = True
-    return loss.item(), full_grads(fsdp.finish_reductions(state)), right
-
-
-@pytest.mark.parametrize("has_aux", [False, True])
-@pytest.mark.parametrize("preset", ["zero3", "zero1"])
-def test_accumulate_is_the_mean_over_microbatches(preset: str, has_aux: bool) -> None:
-    case, n = CASES["loose parameters"], 3
-    model = made(case)
-    losses = [[case.loss_fn(model, batch_of(case, 0, rank, k)) for k in range(n)] for rank in range(2)]
-    torch.stack([loss for row in losses for loss in row]).mean().backward()
-    for rank, (loss, grads, aux) in enumerate(launch(accumulated, (preset, n, has_aux), nprocs=2)):
-        assert aux
-        assert abs(loss - torch.stack(losses[rank]).mean().item()) < 1e-12
-        assert largest(grads, {key: p.grad for key, p in model.named_parameters() if p.grad is not None}) < 1e-12
+    grads = full_grads(fsdp.finish_reductions(state))
+    assert abs(loss.item() - torch.stack(losses[mine]).mean().item()) < 1e-12
+    assert largest(grads, {key: p.grad for key, p in plain.named_parameters() if p.grad is not None}) < 1e-12
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -213,12 +207,15 @@ def test_accumulate_over_samples_is_the_plain_mean() -> None:
 # ---------------------------------------------------------------- apply
 
 
-def applied(name: str, debug: bool) -> dict[str, bool]:
+@pytest.mark.parametrize(
+    ("name", "debug"), each(["loose parameters", "resnet", "lstm", "nn.Transformer"], [False, True])
+)
+@each_rank(2)
+def test_apply_computes_what_the_module_computes(name: str, debug: bool) -> None:
     case = CASES[name]
     module = made(case)
     state, model = start(module, schedule=fsdp.Schedule(debug=debug), **case.spec)
     module.eval()
-    same = {}
     data = {k: t for k, t in batch_of(case, 0, 0).items() if k != "labels"}
     with torch.no_grad():
         plain = module(**data)
@@ -227,32 +224,30 @@ def applied(name: str, debug: bool) -> dict[str, bool]:
     for _ in range(2):
         state, out = predict(state, **data)
         pairs = zip(pytree.tree_leaves(plain), pytree.tree_leaves(out), strict=True)
-        same["equal"] = all((a - b).abs().max() < 1e-12 for a, b in pairs if isinstance(a, torch.Tensor))
-        same["state"] = state is before and state.between_steps and state.cursor.idle
-        same["no graph"] = not any(t.requires_grad for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+        for want, found in (pair for pair in pairs if isinstance(pair[0], torch.Tensor)):
+            assert (want - found).abs().max() < 1e-12
+            assert not found.requires_grad
+        assert state is before
+        assert state.between_steps
+        assert state.cursor.idle
     forward_backward = T.forward_backward(model, case.loss_fn)
     middle, first = forward_backward(state, batch_of(case, 0, 0), last_microbatch=False)
     middle, _ = predict(middle, **data)  # in the middle of a step, too
     middle, second = forward_backward(middle, batch_of(case, 0, 0))
-    same["in the middle"] = torch.equal(first, second) and not middle.between_steps
-    state = fsdp.step(middle)
-    state, out = predict(state, **data)
-    same["after a step"] = bool(pytree.tree_leaves(out)[0].isfinite().all())
-    return same
+    assert torch.equal(first, second)
+    assert not middle.between_steps
+    state, out = predict(fsdp.step(middle), **data)
+    assert pytree.tree_leaves(out)[0].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("name", "debug"), each(["loose parameters", "resnet", "lstm", "nn.Transformer"], [False, True])
-)
-def test_apply_computes_what_the_module_computes(name: str, debug: bool) -> None:
-    for same in launch(applied, (name, debug), nprocs=2):
-        assert all(same.values()), same
+def test_apply_draws_the_same_on_one_state_and_others_with_a_seed() -> None:
+    for mine, others in zip(*launch(draws, nprocs=2), strict=True):
+        assert not torch.equal(mine, others)
 
 
 def draws() -> list[torch.Tensor]:
-    """Of two calls on one state, of one on a state of the same seed, of two with seeds, and of the program."""
-    state, model = start(net())
-    other, _ = start(net())
+    """Of two calls on one state, of one on a state of the same seed, and of two with seeds."""
+    (state, model), (other, _) = start(net()), start(net())
 
     def noise(model: Any, seed: int | None = None) -> torch.Tensor:
         if seed is not None:
@@ -261,41 +256,29 @@ def draws() -> list[torch.Tensor]:
 
     sample = T.apply(model, noise)
     torch.manual_seed(7)
-    found = [sample(one)[1] for one in (state, state, other)]
-    found += [sample(state, fsdp.extend.seeds(state, "noise")(k, dist.get_rank()))[1] for k in range(2)]
-    return [*found, torch.randn(3)]
-
-
-def test_apply_draws_the_same_on_one_state_and_others_with_a_seed() -> None:
-    torch.manual_seed(7)
     own = torch.randn(3)
-    every = launch(draws, nprocs=2)
-    for first, again, other, *seeded, after in every:
-        assert torch.equal(first, again)
-        assert torch.equal(first, other)
-        assert not torch.equal(*seeded)
-        assert torch.equal(after, own)
-    for mine, others in zip(*(found[:-1] for found in every), strict=True):
-        assert not torch.equal(mine, others)
+    torch.manual_seed(7)
+    drawn = [sample(one)[1] for one in (state, state, other)]
+    seeded = [sample(state, fsdp.extend.seeds(state, "noise")(k, dist.get_rank()))[1] for k in range(2)]
+    assert torch.equal(torch.randn(3), own)  # the program's own
+    assert all(torch.equal(one, drawn[0]) for one in drawn)
+    assert not torch.equal(*seeded)
+    return [*drawn, *seeded]
 
 
-def generated(name: str) -> bool:
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.large), "mamba"])
+@each_rank(2)
+def test_generation_with_a_cache(name: str) -> None:
     case = CASES[name]
     module = made(case, torch.float32).eval()
     state, model = start(module, schedule=fsdp.Schedule(debug=True))
     ids = batch_of(case, 0, dist.get_rank())["input_ids"]
     settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     generate = T.apply(model, lambda model, ids: model.generate(ids, **settings))
-    same = True
     for _ in range(2):
         state, out = generate(state, ids)
-        same &= torch.equal(out, module.generate(ids, **settings))  # type: ignore[operator]
-    return same and out.shape == (2, LENGTH + 5)
-
-
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.large), "mamba"])
-def test_generation_with_a_cache(name: str) -> None:
-    assert launch(generated, (name,), nprocs=2) == [True, True]
+        assert torch.equal(out, module.generate(ids, **settings))  # type: ignore[operator]
+    assert out.shape == (2, LENGTH + 5)
 
 
 # ---------------------------------------------------------------- remat
@@ -436,59 +419,48 @@ PLACEMENTS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp", "mixed")
 MIXED = {"blocks.1": fsdp.ddp("data"), "blocks.2": fsdp.zero1("data"), "*": fsdp.zero3("data")}
 
 
-def clipped(placement: str, how: str, bound: float) -> tuple[float, Tree, bool]:
+@pytest.mark.parametrize(
+    ("on_ranks", "how"),
+    each([*itertools.product([2], PLACEMENTS), (4, "hsdp"), (4, "hfsdp")], ["norm", "large norm", "value"]),
+)
+def test_clipping_is_torchs(on_ranks: tuple[int, str], how: str) -> None:
+    ranks, placement = on_ranks
+    launch(clipped, (placement, how), nprocs=ranks)
+
+
+def clipped(placement: str, how: str) -> None:
     mesh, placed = mesh_and_placement(placement) if placement != "mixed" else (fsdp.local_mesh(), MIXED)
+    _, grads, _ = next(iter(reference(mesh.size(), 1, 1)))
+    plain = {key: nn.Parameter(torch.empty_like(g)) for key, g in grads.items()}
+    for key, p in plain.items():
+        p.grad = grads[key].clone()
     params, model = fsdp.functionalize(net())
     state = fsdp.shard(params, fsdp.Spec(mesh, placed), fsdp.sgd(lr=0.1))
     data = on(state, small_batch(0, dist.get_rank()))
-    state, _ = T.forward_backward(model, small_loss)(state, data, last_microbatch=False)
-    norm = torch.zeros(())
-    old = state
-    if how == "value":
-        state = T.clip_by_value(state, bound)
-    else:
-        state, norm = T.clip_by_global_norm(state, bound)
-    consumed = "clip_by" in raised(lambda: fsdp.step(old)) or "finish_reductions()" in raised(lambda: fsdp.step(old))
-    grads = full_grads(state)
-    fsdp.step(state)
-    return norm.item(), grads, consumed
-
-
-@pytest.mark.parametrize(
-    ("on", "how"),
-    each([*itertools.product([2], PLACEMENTS), (4, "hsdp"), (4, "hfsdp")], ["norm", "large norm", "value"]),
-)
-def test_clipping_is_torchs(on: tuple[int, str], how: str) -> None:
-    ranks, placement = on
-    _, grads, _ = next(iter(reference(ranks, 1, 1)))
-    parameters = [nn.Parameter(g.clone()) for g in grads.values()]
-    for p, g in zip(parameters, grads.values(), strict=True):
-        p.grad = g.clone()
+    old, _ = T.forward_backward(model, small_loss)(state, data, last_microbatch=False)
     bound = 1e3 if how == "large norm" else 0.02
     if how == "value":
-        nn.utils.clip_grad_value_(parameters, bound)
+        nn.utils.clip_grad_value_(plain.values(), bound)
+        state = T.clip_by_value(old, bound)
     else:
-        norm = nn.utils.clip_grad_norm_(parameters, bound).item()
-    expected = {key: p.grad for key, p in zip(grads, parameters, strict=True) if p.grad is not None}
-    for got, found, consumed in launch(clipped, (placement, how, bound), nprocs=ranks):
-        assert how == "value" or abs(got - norm) < 1e-12
-        assert largest(found, {key: expected[key] for key in found}) < 1e-12
-        assert consumed
+        norm = nn.utils.clip_grad_norm_(plain.values(), bound)
+        state, found = T.clip_by_global_norm(old, bound)
+        assert abs(found.item() - norm.item()) < 1e-12
+    assert "clip_by" in raised(lambda: fsdp.step(old)) or "finish_reductions()" in raised(lambda: fsdp.step(old))
+    clipped = full_grads(state)
+    assert largest(clipped, {key: p.grad for key, p in plain.items() if p.grad is not None and key in clipped}) < 1e-12
+    assert {*clipped} <= {*plain}
+    fsdp.step(state)
 
 
-def bad_bounds() -> list[str]:
+@each_rank(2)
+def test_clipping_refuses() -> None:
     state, model = start(net())
     middle, _ = T.forward_backward(model, small_loss)(state, on(state, small_batch(0, 0)))
-    calls = (lambda: T.clip_by_global_norm(middle, -1.0), lambda: T.clip_by_value(middle, -1.0),
-             lambda: T.global_norm(state))  # fmt: skip
-    return [raised(call) for call in calls]
-
-
-def test_clipping_refuses() -> None:
-    for norm, value, none in launch(bad_bounds, nprocs=2):
-        assert "expected a norm of at least 0" in norm
-        assert "expected a value of at least 0" in value
-        assert "no gradients" in none or "StaleStateError" in none
+    assert "expected a norm of at least 0" in raised(lambda: T.clip_by_global_norm(middle, -1.0))
+    assert "expected a value of at least 0" in raised(lambda: T.clip_by_value(middle, -1.0))
+    none = raised(lambda: T.global_norm(state))
+    assert "no gradients" in none or "StaleStateError" in none
 
 
 # ---------------------------------------------------------------- steps that are skipped
@@ -551,30 +523,26 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_every_rank(opti
         assert sum(f.elements for f in found if f.leaf == one.leaf) == 3 * 7 * 7
 
 
-def skips_are_saved(folder: str) -> tuple[int, str]:
+@each_rank(2)
+def test_the_count_of_skipped_steps_is_saved(tmp_path: Any) -> None:
     state, model = start(net())
     step = T.skip_nonfinite(fsdp.step)
     forward_backward = T.forward_backward(model, small_loss)
     state = step(forward_backward(state, on(state, small_batch(0, 0)))[0])
-    fsdp.save(state, folder)
+    fsdp.save(state, tmp_path / "saved")
     middle, _ = forward_backward(state, on(state, small_batch(1, 0)))
     wrong = raised(lambda: fsdp.step(middle, skip=torch.zeros(2)))
-    return int(fsdp.load(folder, like=state).extras["skipped"]), wrong
-
-
-def test_the_count_of_skipped_steps_is_saved(tmp_path: Any) -> None:
-    for skipped, wrong in launch(skips_are_saved, (str(tmp_path / "saved"),), nprocs=2):
-        assert skipped == 0
-        assert (
-            "skip has shape (2,) and dtype torch.float32; expected a bool, or a tensor of shape [] and torch.bool"
-            in wrong
-        )
+    assert "skip has shape (2,) and dtype torch.float32; expected a bool" in wrong
+    assert "or a tensor of shape [] and torch.bool" in wrong
+    assert int(fsdp.load(tmp_path / "saved", like=state).extras["skipped"]) == 0
 
 
 # ---------------------------------------------------------------- a reduction of one's own
 
 
-def doubled(second_order: bool) -> tuple[float, list[str | None]]:
+@pytest.mark.parametrize("second_order", [False, True])
+@each_rank(2)
+def test_a_reduction_in_the_place_of_reduce(second_order: bool) -> None:
     units: list[str | None] = []
 
     def reduce(state: fsdp.State, grads: Any, unit: str | None = None, *, last_microbatch: bool = True) -> fsdp.State:
@@ -589,12 +557,6 @@ def doubled(second_order: bool) -> tuple[float, list[str | None]]:
     own = T.forward_backward(model, small_loss, reduce=reduce, second_order=second_order)
     state, _ = own(fsdp.drop_gradients(plain), data)
     found = fsdp.finish_reductions(state).grads
-    return max((found[name].local - want[name]).abs().max().item() for name in want), units
-
-
-@pytest.mark.parametrize("second_order", [False, True])
-def test_a_reduction_in_the_place_of_reduce(second_order: bool) -> None:
-    for off, units in launch(doubled, (second_order,), nprocs=2):
-        assert off < 1e-12
-        assert (units == [None]) == second_order
-        assert len(units) == len(set(units))
+    assert max((found[name].local - want[name]).abs().max().item() for name in want) < 1e-12
+    assert (units == [None]) == second_order
+    assert len(units) == len(set(units))

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.presets import ranks_of
 from support.problems import LOOPS, batch, mesh_and_placement, net
-from support.ranks import launch
+from support.ranks import each_rank, launch
 from support.tables import each, product
 
 import functional_fsdp as fsdp
@@ -63,18 +63,20 @@ def reduced(preset: str, flags: tuple[bool, ...], optimizer: str = "adamw") -> f
     return state
 
 
-def waited_for(preset: str, flags: tuple[bool, ...]) -> tuple[set[str], set[str]]:
-    state = reduced(preset, flags)
-    return set(state._executor.sink.untouched), set(state.layout.trainable)
-
-
 @pytest.mark.parametrize(("preset", "flags"), each(PRESETS, [(True,), (False, True), (True, True), (False, False)]))
 def test_every_gradient_has_a_mark_of_its_own(preset: str, flags: tuple[bool, ...]) -> None:
-    for found, trainable in launch(waited_for, (preset, flags), nprocs=ranks_of(preset)):
-        assert found == trainable
+    launch(waited_for, (preset, flags), nprocs=ranks_of(preset))
 
 
-def looked(how: str) -> tuple[int, int]:
+def waited_for(preset: str, flags: tuple[bool, ...]) -> None:
+    state = reduced(preset, flags)
+    assert {*state._executor.sink.untouched} == {*state.layout.trainable}
+
+
+@pytest.mark.parametrize("how", ["unshard", "full_params", "copy", "finish", "other gradients", "outside"])
+@each_rank(2)
+def test_whoever_looks_at_weights_or_gradients_comes_before_the_update(how: str) -> None:
+    """A unit that is gathered once more, outside of the plan, is updated after that."""
     mesh, placement = mesh_and_placement("zero3")
     params, model = fsdp.functionalize(net(torch.float32))
     spec = fsdp.Spec(mesh, placement, schedule=Schedule(overlap_update=True))
@@ -99,19 +101,7 @@ def looked(how: str) -> tuple[int, int]:
     after = len(sink.untouched)
     fsdp.step(state)
     assert not sink.untouched
-    return before, after
-
-
-@pytest.mark.parametrize("how", ["unshard", "full_params", "copy", "finish", "other gradients"])
-def test_whoever_looks_at_weights_or_gradients_comes_before_the_update(how: str) -> None:
-    for before, after in launch(looked, (how,), nprocs=2):
-        assert before > 0
-        assert after == 0
-
-
-def test_a_unit_that_is_gathered_once_more_is_updated_after_that() -> None:
-    for before, after in launch(looked, ("outside",), nprocs=2):
-        assert 0 < after < before
+    assert 0 < after < before if how == "outside" else 0 == after < before
 
 
 # ---------------------------------------------------------------- how
@@ -139,8 +129,8 @@ def as_streams(run: Any) -> Iterator[AtOnce]:
         run.lanes = real
 
 
-def updated(preset: str, flags: tuple[bool, ...], optimizer: str = "adamw") -> tuple[int, int, bool]:
-    """How many buckets the lane takes and leaves, and whether it does as `step` does."""
+def updated(preset: str, flags: tuple[bool, ...], optimizer: str = "adamw") -> None:
+    """Whether the lane takes all buckets, or none, and does as `step` does."""
     state, twin = reduced(preset, flags, optimizer), reduced(preset, flags, optimizer)
     twin = fsdp.step(twin)
     with as_streams(state._executor.run):
@@ -150,22 +140,19 @@ def updated(preset: str, flags: tuple[bool, ...], optimizer: str = "adamw") -> t
     if left:
         in_place(state, left)
     pairs = zip(*(pytree.tree_leaves((one.main, one.opt)) for one in (state, twin)), strict=True)
-    same = all(torch.equal(a, b) for a, b in pairs)
-    return len(main) - len(left), len(left), same
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert len(left) == (len(main) if preset == "ddp" else 0)
+    assert main
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param("nadam", marks=pytest.mark.large), "partition"])
 def test_an_update_of_others_on_the_lane_is_that_of_a_step(optimizer: str) -> None:
-    for taken, left, same in launch(updated, ("hfsdp", (True,), optimizer), nprocs=4):
-        assert same
-        assert (taken > 0, left) == (True, 0)
+    launch(updated, ("hfsdp", (True,), optimizer), nprocs=4)
 
 
 @pytest.mark.parametrize(("preset", "flags"), each(PRESETS, [(True,), (False, True)]))
 def test_an_update_on_the_lane_is_that_of_a_step(preset: str, flags: tuple[bool, ...]) -> None:
-    for taken, left, same in launch(updated, (preset, flags), nprocs=ranks_of(preset)):
-        assert same
-        assert (taken == 0, left == 0) == ((True, False) if preset == "ddp" else (False, True))
+    launch(updated, (preset, flags), nprocs=ranks_of(preset))
 
 
 class Plain:
@@ -182,9 +169,16 @@ class Plain:
         return main, opt
 
 
-def as_on_gpus(optimizer: Any, overlapped: bool, skip: bool | None, lacks: tuple[str, ...]) -> tuple[bool, int, bool]:
-    """Whether an update in parts is that of a step, how many portions of it the lane gets, and whether leaves without
-    a gradient are what they were."""
+@pytest.mark.parametrize(
+    ("name", "overlapped", "skip", "lacks"),
+    product(["plain", "adamw"], [False, True], [None, False, True], [(), ("u1.b", "u3.a", "u3.b")]),
+)
+@each_rank(2)
+def test_an_update_in_parts_is_that_of_a_step(
+    name: str, overlapped: bool, skip: bool | None, lacks: tuple[str, ...]
+) -> None:
+    """In portions on the lane; leaves without a gradient stay what they were."""
+    optimizer: Any = Plain() if name == "plain" else fsdp.adamw(lr=0.1)
 
     def made() -> fsdp.State:
         spec = fsdp.Spec(fsdp.local_mesh(), units=["u*"], schedule=Schedule(overlap_update=overlapped))
@@ -209,22 +203,9 @@ def as_on_gpus(optimizer: Any, overlapped: bool, skip: bool | None, lacks: tuple
     put_back(before)
     pairs = zip(*(pytree.tree_leaves(one) for one in ((new, opt), (twin.main, twin.opt))), strict=True)
     shards = fsdp.local_shards(twin)
-    kept = all(torch.equal(shards[path], torch.full_like(shards[path], int(path[1]) + 1)) for path in lacks)
-    return all(torch.equal(a, b) for a, b in pairs), lanes.jobs, kept
-
-
-@pytest.mark.parametrize(
-    ("name", "overlapped", "skip", "lacks"),
-    product(["plain", "adamw"], [False, True], [None, False, True], [(), ("u1.b", "u3.a", "u3.b")]),
-)
-def test_an_update_in_parts_is_that_of_a_step(
-    name: str, overlapped: bool, skip: bool | None, lacks: tuple[str, ...]
-) -> None:
-    optimizer: Any = Plain() if name == "plain" else fsdp.adamw(lr=0.1)
-    for same, taken, kept in launch(as_on_gpus, (optimizer, overlapped, skip, lacks), nprocs=2):
-        assert same
-        assert (taken > 0) == (overlapped and skip is None)
-        assert kept
+    assert all(torch.equal(shards[path], torch.full_like(shards[path], int(path[1]) + 1)) for path in lacks)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert (lanes.jobs > 0) == (overlapped and skip is None)
 
 
 def returned(change: Callable[[Any], Any]) -> str:
