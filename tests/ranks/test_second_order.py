@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from support.driven import Dropout, raised, start
+from support.driven import Dropout, refused, start
 from support.models import CASES, Stack, batch_of, entropy, made
 from support.problems import full_grads, largest
-from support.ranks import launch
+from support.ranks import each_rank, launch
 from support.scenario import Scenario, all_alike, apart, plain
 from support.tables import each
 from support.transactions import Boom, taken
@@ -156,63 +156,54 @@ def test_gradients_of_gradients_are_the_plain_modules(name: str, preset: str) ->
     assert all(max(g.abs().max().item() for g in grads.values()) > 1e-3 for grads in wanted[0].grads)
 
 
-def in_float32(name: str) -> tuple[Tree, bool]:
-    """Gradients, and whether the copy that computes is without weights afterwards."""
+@each_rank(2)
+def test_in_float32() -> None:
+    name = "tied weights"
     state, model = start(build(name, torch.float32), "zero3")
     forward_backward = T.forward_backward(model, LOSSES[name][1], second_order=True)
     state, _ = forward_backward(state, 10 * dist.get_rank())
-    clean = not any(type(p) in (torch.Tensor, nn.Parameter) for p in forward_backward.driver.model.parameters())
-    return full_grads(fsdp.finish_reductions(state)), clean
-
-
-def test_in_float32() -> None:
-    grads = plain(of("tied weights", steps=1), 2)[0].grads[0]
-    for found, clean in launch(in_float32, ("tied weights",), nprocs=2):
-        for path, g in grads.items():
-            assert (found[path] - g).abs().max() < 1e-5 * g.abs().max()
-        assert clean
+    assert not any(type(p) in (torch.Tensor, nn.Parameter) for p in forward_backward.driver.model.parameters())
+    found = full_grads(fsdp.finish_reductions(state))
+    for path, g in plain(of(name, steps=1), 2)[0].grads[0].items():
+        assert (found[path] - g).abs().max() < 1e-5 * g.abs().max()
 
 
 # ---------------------------------------------------------------- as the first-order one otherwise
 
 
-def beside(preset: str) -> dict[str, bool]:
-    """What second_order does not change: loss, gradients, aux, dropout masks, buffers, frozen and tied leaves."""
+@pytest.mark.parametrize("preset", ["zero3", pytest.param("ddp", marks=pytest.mark.large)])
+@each_rank(2)
+def test_it_changes_nothing_else(preset: str) -> None:
+    """Loss, gradients, aux, dropout masks, buffers, frozen and tied leaves."""
     torch.manual_seed(5)
     state, model = start(Dropout().double(), preset)
     data = torch.randint(0, 30, (2, 3), generator=torch.Generator().manual_seed(dist.get_rank()))
-    found, same = [], {}
+    found = []
 
     def loss_fn(model: Any, x: torch.Tensor) -> Any:
         out = model(x)
         return out.square().mean(), out
 
     for second_order in (False, True):
-        middle, out = T.forward_backward(model, loss_fn, True, second_order=second_order)(
-            state, data, last_microbatch=False
-        )
-        middle, more = T.forward_backward(model, loss_fn, True, second_order=second_order)(middle, data, scale=0.5)
+        forward_backward = T.forward_backward(model, loss_fn, True, second_order=second_order)
+        middle, out = forward_backward(state, data, last_microbatch=False)
+        middle, more = forward_backward(middle, data, scale=0.5)
         found.append((out, more, full_grads(fsdp.finish_reductions(middle))))
     (a, b, grads), (c, d, other) = found
-    same["loss"] = torch.equal(a[0], c[0]) and torch.equal(b[0], d[0]) and not torch.equal(a[0], b[0])
-    same["aux"] = torch.equal(a[1], c[1]) and not c[1].requires_grad
-    same["gradients"] = largest(grads, other) < 1e-14
+    assert torch.equal(a[0], c[0])
+    assert torch.equal(b[0], d[0])
+    assert not torch.equal(a[0], b[0])
+    assert torch.equal(a[1], c[1])
+    assert not c[1].requires_grad
+    assert largest(grads, other) < 1e-14
     case = CASES["resnet"]
     state, model = start(made(case), preset)
     kept = []
     for second_order in (False, True):
-        middle, _ = T.forward_backward(model, case.loss_fn, second_order=second_order)(
-            state, batch_of(case, 0, dist.get_rank())
-        )
+        forward_backward = T.forward_backward(model, case.loss_fn, second_order=second_order)
+        middle, _ = forward_backward(state, batch_of(case, 0, dist.get_rank()))
         kept.append(dict(middle.buffers))
-    same["buffers"] = all(torch.equal(kept[0][key], kept[1][key]) for key in kept[0])
-    return same
-
-
-@pytest.mark.parametrize("preset", ["zero3", pytest.param("ddp", marks=pytest.mark.large)])
-def test_it_changes_nothing_else(preset: str) -> None:
-    for same in launch(beside, (preset,), nprocs=2):
-        assert all(same.values()), same
+    assert all(torch.equal(kept[0][key], kept[1][key]) for key in kept[0])
 
 
 class Breaks(nn.Module):
@@ -262,38 +253,29 @@ def test_an_error_inside_the_model_costs_nothing(where: str, who: tuple[int, ...
         assert all(torch.equal(weights[key], good[key]) for key in good)
 
 
-def refused() -> dict[str, str]:
+@each_rank(2)
+def test_what_cannot_work_says_so() -> None:
     state, model = start(build("the input"))
     other, _ = start(nn.Linear(2, 2))
     again: Any = T.forward_backward(model, lambda model, seed: again(state, seed)[1], second_order=True)
 
-    def attempt(fn: Callable[..., Any], state: fsdp.State = state, second_order: bool = True) -> str:
-        return raised(lambda: T.forward_backward(model, fn, second_order=second_order)(state, dist.get_rank()))
+    def attempt(fn: Callable[..., Any], state: fsdp.State = state, second_order: bool = True) -> Callable[[], Any]:
+        return lambda: T.forward_backward(model, fn, second_order=second_order)(state, dist.get_rank())
 
-    said = {
-        "first order": attempt(of_the_input, second_order=False),
-        "constant": attempt(not_created, second_order=False),
-        "another model": attempt(of_the_input, other),
-        "again": raised(lambda: again(state, 0)),
-        "no loss": attempt(lambda model, seed: torch.zeros(())),
-        "fine": attempt(of_the_input),
-    }
-    return said
-
-
-def test_what_cannot_work_says_so() -> None:
-    for said in launch(refused, nprocs=2):
-        assert "ScheduleError: a gradient of a gradient was asked for (create_graph=True)" in said["first order"]
-        assert "T.forward_backward(model, loss_fn, second_order=True)" in said["first order"]
-        assert "a backward was run inside the loss function" in said["constant"]
-        assert "T.forward_backward(model, loss_fn, second_order=True)" in said["constant"]
-        assert "this state is of another model" in said["another model"]
-        assert "called again from within its own loss function" in said["again"]
-        assert "does not depend on any weight that trains" in said["no loss"]
-        assert said["fine"] == ""
+    asked = "ScheduleError: a gradient of a gradient was asked for (create_graph=True)"
+    remedy = "T.forward_backward(model, loss_fn, second_order=True)"
+    refused(
+        (attempt(of_the_input, second_order=False), asked, remedy),
+        (attempt(not_created, second_order=False), "a backward was run inside the loss function", remedy),
+        (attempt(of_the_input, other), "this state is of another model"),
+        (lambda: again(state, 0), "called again from within its own loss function"),
+        (attempt(lambda model, seed: torch.zeros(())), "does not depend on any weight that trains"),
+    )
+    attempt(of_the_input)()
 
 
-def accumulated() -> float:
+@each_rank(2)
+def test_accumulated_and_recomputed() -> None:
     """T.accumulate and T.remat around and inside."""
     torch.manual_seed(0)
     state, model = start(Stack().double())
@@ -309,11 +291,7 @@ def accumulated() -> float:
     for one in (model, T.remat(model, "layers.*")):
         middle, _ = T.accumulate(T.forward_backward(one, penalty, second_order=True), 2)(state, data)
         grads.append(full_grads(fsdp.finish_reductions(middle)))
-    return largest(*grads)
-
-
-def test_accumulated_and_recomputed() -> None:
-    assert max(launch(accumulated, nprocs=2)) < 1e-12
+    assert largest(*grads) < 1e-12
 
 
 def no_gradient(model: Any, seed: int) -> torch.Tensor:
@@ -321,8 +299,14 @@ def no_gradient(model: Any, seed: int) -> torch.Tensor:
     return loss
 
 
-def mixed(order: Any) -> list[Tree]:
+@pytest.mark.parametrize("order", [pytest.param(None, marks=pytest.mark.large), "recorded"])
+@each_rank(2)
+def test_beside_first_order_microbatches(order: Any) -> None:
     """Steps of one microbatch each way, in turns: which comes first does not matter."""
+    module = build("the embedding")
+    for rank in range(2):
+        ((of_the_embedding(module, 10 * rank) + no_gradient(module, 10 * rank)) / 2).backward()
+    wanted = {path: p.grad for path, p in module.named_parameters() if p.requires_grad and p.grad is not None}
     state, model = start(build("the embedding"), schedule=fsdp.Schedule(order=order, debug=True))
     both = [T.forward_backward(model, of_the_embedding, second_order=True), T.forward_backward(model, no_gradient)]
     seen = []
@@ -333,16 +317,5 @@ def mixed(order: Any) -> list[Tree]:
             middle, _ = forward_backward(middle, 10 * dist.get_rank(), last_microbatch=forward_backward is turn[-1])
         seen.append(full_grads(fsdp.finish_reductions(middle)))
         state = fsdp.step(middle) if step == 2 else state
-    return seen
-
-
-@pytest.mark.parametrize("order", [pytest.param(None, marks=pytest.mark.large), "recorded"])
-def test_beside_first_order_microbatches(order: Any) -> None:
-    model = build("the embedding")
-    trained = {path: p for path, p in model.named_parameters() if p.requires_grad}
-    for rank in range(2):
-        ((of_the_embedding(model, 10 * rank) + no_gradient(model, 10 * rank)) / 2).backward()
-    for seen in launch(mixed, (order,), nprocs=2):
-        for found in seen[:3]:  # of the same state
-            assert largest(found, {path: p.grad for path, p in trained.items() if p.grad is not None}) < 1e-10
-        assert largest(seen[3], seen[0]) > 1e-3  # after a step
+    assert all(largest(found, wanted) < 1e-10 for found in seen[:3])  # of the same state
+    assert largest(seen[3], seen[0]) > 1e-3  # after a step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,13 +12,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from ranks.test_derivatives import LOSSES, Smooth, mean_flow, penalty
 from support.derivatives import WIDTH, Net, numbers
-from support.driven import raised, start
+from support.driven import refused, start
 from support.problems import full_grads, mesh_and_placement
+from support.ranks import each_rank, launch
 from torch.func import grad
 from torch.nn.utils.stateless import _reparametrize_module
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp.transforms._drive.jvp import Tangents
 from functional_fsdp.transforms._seed import seeded
@@ -69,10 +70,8 @@ def far(got: torch.Tensor, want: torch.Tensor) -> float:
     return float(((got - want).abs().max() / want.abs().max().clamp(min=1.0)).detach())
 
 
-def apart(
-    state: fsdp.State, model: nn.Module, module: nn.Module, loss: Loss, data: int
-) -> tuple[fsdp.State, dict[str, float]]:
-    """How far jvp and pullback of three numbers are from the plain module's."""
+def as_plain(state: fsdp.State, model: nn.Module, module: nn.Module, loss: Loss, data: int) -> None:
+    """jvp and pullback of three numbers are the plain module's."""
     fn = lambda m, seed: loss(m, seed) * COTANGENT.cos()  # noqa: E731
     of, at = of_plain(state, module, lambda m: fn(m, data))
     before, v = state, vector(state)
@@ -83,33 +82,27 @@ def apart(
     plain, pulled = of_autograd(of, at, COTANGENT)
     got = whole(state, product)
     assert state is before
-    return state, {
-        "out": max(far(out, want), far(again, plain)),
-        "jvp": far(along, moved),
-        "pullback": max(far(got[path], t) for path, t in pulled.items()),
-    }
+    assert max(far(out, want), far(again, plain)) < 1e-9
+    assert far(along, moved) < 1e-9
+    assert max(far(got[path], t) for path, t in pulled.items()) < 1e-9
 
 
 # ---------------------------------------------------------------- losses that people write, and products
 
 
-def of_losses(preset: str) -> dict[str, float]:
-    found: dict[str, float] = {}
+@pytest.mark.parametrize(("preset", "processes"), [
+    pytest.param("zero3", False, marks=pytest.mark.large), ("ddp", False),
+    pytest.param("zero3", True, marks=pytest.mark.large),
+])  # fmt: skip
+def test_losses_that_people_write(preset: str, processes: bool) -> None:
+    launch(of_losses, (preset,), nprocs=2, processes=processes)
+
+
+def of_losses(preset: str) -> None:
     state, model = start(Smooth(), preset, schedule=fsdp.Schedule(debug=True))
     for loss in LOSSES:
         if loss.__name__ != "of_dual_numbers":  # torch has none within jvp
-            state, one = apart(state, model, Smooth(), loss, 10 * dist.get_rank())
-            found |= {f"{loss.__name__}, {name}": value for name, value in one.items()}
-    return found
-
-
-@pytest.mark.parametrize(("preset", "nprocs", "simulate"), [
-    pytest.param("zero3", 2, True, marks=pytest.mark.large), ("ddp", 2, True),
-    pytest.param("zero3", 2, False, marks=pytest.mark.large),
-])  # fmt: skip
-def test_losses_that_people_write(preset: str, nprocs: int, simulate: bool) -> None:
-    for found in launch(of_losses, (preset,), nprocs=nprocs, simulate=simulate):
-        assert max(found.values()) < 1e-9, found
+            as_plain(state, model, Smooth(), loss, 10 * dist.get_rank())
 
 
 def output(m: Any, seed: int) -> torch.Tensor:
@@ -117,8 +110,10 @@ def output(m: Any, seed: int) -> torch.Tensor:
     return y
 
 
-def products() -> dict[str, float]:
-    """Of the Gauss-Newton matrix, in the middle of a step of two microbatches, with dropout and what is frozen."""
+@pytest.mark.parametrize("nprocs", [1, 2])
+@each_rank("nprocs")
+def test_gauss_newton_products_in_the_middle_of_a_step(nprocs: int) -> None:
+    """Of two microbatches, with dropout and what is frozen."""
     case = {"rate": 0.3, "tied": True, "frozen": ("blocks.0.up",)}
     state, model = start(Net(**case))  # type: ignore[arg-type]
     module, rank = Net(**case), dist.get_rank()  # type: ignore[arg-type]
@@ -136,21 +131,13 @@ def products() -> dict[str, float]:
     plain_out, plain_along = torch.func.jvp(of, (at,), (given,))  # type: ignore[misc]
     pulled = of_autograd(of, at, 2 * plain_along / along.numel())[1]
     got, kept = whole(state, product), full_grads(fsdp.finish_reductions(middle))
-    return {
-        "out": far(out, plain_out),
-        "along": far(along, plain_along),
-        "product": max(far(got[path], t) for path, t in pulled.items()),
-        "gradients": max(far(kept[path], t) for path, t in want.items()),
-    }
+    assert max(far(out, plain_out), far(along, plain_along)) < 1e-9
+    assert max(far(got[path], t) for path, t in pulled.items()) < 1e-9
+    assert max(far(kept[path], t) for path, t in want.items()) < 1e-9
 
 
-@pytest.mark.parametrize("nprocs", [1, 2])
-def test_gauss_newton_products_in_the_middle_of_a_step(nprocs: int) -> None:
-    for found in launch(products, nprocs=nprocs, simulate=True):
-        assert max(found.values()) < 1e-9, found
-
-
-def linear() -> dict[str, Any]:
+@each_rank(2)
+def test_a_linear_map_is_that_of_its_weights() -> None:
     state, model = start(Smooth())
     loss = lambda m, seed: penalty(m, seed)  # noqa: E731
     state, (out, push) = T.linearize(model, loss)(state, 3)
@@ -158,21 +145,16 @@ def linear() -> dict[str, Any]:
     state, (want, slope) = T.jvp(model, loss)(state, v, 3)
     state, once = push(state, v)
     state, twice = push(state, {name: buffer.but(-2 * buffer.local) for name, buffer in v.items()})
-    found: dict[str, Any] = {"far": max(far(out, want), far(once, slope), far(twice, -2 * slope))}
+    assert max(far(out, want), far(once, slope), far(twice, -2 * slope)) < 1e-12
     other, random = start(nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(0.5)).double())
     v2, x = vector(other), numbers(2, WIDTH, seed=1)
     other, (value, drawn) = T.linearize(random)(other, x)
-    found["kept"] = [(drawn(other, v2)[1] != 0).equal(value != 0) for _ in range(2)]
+    for _ in range(2):  # each call drops what the value's has dropped
+        assert (drawn(other, v2)[1] != 0).equal(value != 0)
     middle, _ = T.forward_backward(model, loss)(state, 3)
     state = fsdp.step(middle)
-    return found | {"said": raised(lambda: push(state, v))}
-
-
-def test_a_linear_map_is_that_of_its_weights() -> None:
-    for found in launch(linear, nprocs=2, simulate=True):
-        assert found["far"] < 1e-12
-        assert found["kept"] == [True, True]  # each call drops what the value's has dropped
-        assert "its linear map was called with a state of other weights than it was taken at" in found["said"]
+    said = "its linear map was called with a state of other weights than it was taken at"
+    refused((lambda: push(state, v), said))
 
 
 class Lends(nn.Module):
@@ -187,8 +169,8 @@ class Lends(nn.Module):
         return {"weight": lambda: w, "view": lambda: w.view(1, -1).expand(x.shape), "moves": lambda: x + w}[self.how]()
 
 
-def lending() -> dict[str, float]:
-    found = {}
+@each_rank(1)
+def test_outputs_that_lie_or_move_where_weights_do() -> None:
     for how in ("weight", "view", "moves"):
         for loss in (lambda m, seed: m(numbers(3, WIDTH, seed=seed)).cos().mean(), penalty, mean_flow):
             layers = [Lends(how), nn.Linear(WIDTH, WIDTH), nn.Tanh(), Lends(how), nn.Linear(WIDTH, 1)]
@@ -198,16 +180,10 @@ def lending() -> dict[str, float]:
             of, at = of_plain(state, module, lambda m, loss=loss: loss(m, 1))  # type: ignore[misc]
             given = {path: t for path, t in whole(state, v).items() if path in at}
             want = torch.func.jvp(of, (at,), (given,))[1]
-            found[f"{how} {loss.__name__}"] = far(T.jvp(model, loss)(state, v, 1)[1][1], want)
+            assert far(T.jvp(model, loss)(state, v, 1)[1][1], want) < 1e-9, (how, loss)
             right = torch.func.jvp(grad(of), (at,), (given,))[1]
             got = whole(state, T.hvp(model, loss)(state, v, 1)[1][1])
-            found[f"{how} {loss.__name__}, H"] = max(far(got[path], t) for path, t in right.items())
-    return found
-
-
-def test_outputs_that_lie_or_move_where_weights_do() -> None:
-    found = launch(lending, nprocs=1, simulate=True)[0]
-    assert max(found.values()) < 1e-9, found
+            assert max(far(got[path], t) for path, t in right.items()) < 1e-9, (how, loss)
 
 
 # ---------------------------------------------------------------- memory and traffic
@@ -226,11 +202,12 @@ class Blocks(nn.Module):
         return x
 
 
-def held() -> dict[str, Any]:
+@each_rank(1)
+def test_one_unit_has_its_tangents_at_a_time() -> None:
     """Bytes of tangents that there are at most, and gathers, for jvp without and with an inner backward."""
     state, model = start(Blocks())
     unit = max(sum(b.numel for b in unit.buckets) for unit in state.layout.units) * 8
-    x, found = numbers(3, 32, seed=1), {"unit": unit, "units": len(state.units)}
+    x, units = numbers(3, 32, seed=1), len(state.units)
     gather, most, gathers = Tangents.gather, [0], [0]
 
     def counted(self: Any, units: Sequence[str]) -> None:
@@ -239,44 +216,40 @@ def held() -> dict[str, Any]:
         tangents = [whole for unit in self.units.values() for _, _, whole in unit.wholes]
         most[0] = max(most[0], sum(whole.untyped_storage().size() for whole in tangents))
 
-    losses = {"forward": lambda m, x: m(x).sum(), "inner": lambda m, x: grad(lambda x: m(x).sin().sum())(x).sum()}
-    try:
-        Tangents.gather = counted  # type: ignore[method-assign]
-        for name, loss in losses.items():
+    inner = lambda m, x: grad(lambda x: m(x).sin().sum())(x).sum()  # noqa: E731
+    with mock.patch.object(Tangents, "gather", counted):
+        for loss, wanted in ((lambda m, x: m(x).sum(), units), (inner, 2 * units - 1)):  # the last one is still there
             most[0] = gathers[0] = 0
             state, _ = T.jvp(model, loss)(state, state.main, x)
-            found[name], found[f"{name} gathers"] = most[0], gathers[0]
-    finally:
-        Tangents.gather = gather  # type: ignore[method-assign]
-    return found
-
-
-def test_one_unit_has_its_tangents_at_a_time() -> None:
-    found = launch(held, nprocs=1, simulate=True)[0]
-    for name in ("forward", "inner"):
-        assert found[name] <= found["unit"]
-    assert found["forward gathers"] == found["units"]
-    assert found["inner gathers"] == 2 * found["units"] - 1  # the last one is still there
+            assert most[0] <= unit
+            assert gathers[0] == wanted
 
 
 # ---------------------------------------------------------------- ensembles
 
 
-def members(preset: str, nprocs: int) -> dict[str, float]:
-    """How far an ensemble is from its members alone, in two steps of two microbatches."""
-    nets = [Smooth() for _ in range(3)]
+def nudged(nets: list[Any]) -> list[Any]:
+    """Other weights each."""
     for i, net in enumerate(nets):
         for p in net.parameters():
             p.data += 0.1 * numbers(*p.shape, seed=i)
+    return nets
+
+
+@pytest.mark.parametrize(("preset", "nprocs"), [
+    ("zero3", 2), pytest.param("zero2", 2, marks=pytest.mark.large), pytest.param("hsdp", 4, marks=pytest.mark.large),
+])  # fmt: skip
+@each_rank("nprocs")
+def test_an_ensemble_is_its_members(preset: str, nprocs: int) -> None:
+    """In two steps of two microbatches."""
+    nets = nudged([Smooth() for _ in range(3)])
     stacked = {
         path: torch.stack([n.get_parameter(path).detach() for n in nets]) for path, _ in Smooth().named_parameters()
     }
     mesh, placement = mesh_and_placement(preset)
     model = fsdp.functionalize(Smooth())[1]
     spec, optimizer = fsdp.Spec(mesh, placement, schedule=fsdp.Schedule(debug=True)), fsdp.sgd(lr=0.1)
-    losses: list[Loss] = [output_of, penalty, mean_flow]
-    found = {}
-    for loss in losses:
+    for loss in (output_of, penalty, mean_flow):
         state = fsdp.shard(stacked, spec, optimizer)
         alone = [fsdp.shard(fsdp.functionalize(net)[0], spec, optimizer) for net in nets]
         of_all, single = T.vmap(loss, randomness="same"), T.forward_backward(model, loss)
@@ -288,34 +261,23 @@ def members(preset: str, nprocs: int) -> dict[str, float]:
             alone = [one for one, _ in pairs]
         state, alone = fsdp.step(state), [fsdp.step(one) for one in alone]
         got, want = fsdp.full_params(state), [fsdp.full_params(one) for one in alone]
-        most = max(far(got[path][i], one[path]) for i, one in enumerate(want) for path in one)
-        found[loss.__name__] = max(most, far(total, torch.stack([value for _, value in pairs]).sum()))
+        assert max(far(got[path][i], one[path]) for i, one in enumerate(want) for path in one) < 1e-9, loss
+        assert far(total, torch.stack([value for _, value in pairs]).sum()) < 1e-9, loss
     x = numbers(3, WIDTH, seed=5)
     state, each = T.apply(model, T.vmap(lambda m, x: m(x), in_dims=0))(state, x)  # a row each
     rows = [T.apply(model)(one, x[i])[1] for i, one in enumerate(alone)]
-    found["rows"] = far(each, torch.stack(rows))
+    assert far(each, torch.stack(rows)) < 1e-9
     state, (_, slopes) = T.jvp(model, T.vmap(penalty, randomness="same"))(state, state.main, 3)
-    found["jvp"] = far(slopes, torch.stack([T.jvp(model, penalty)(one, one.main, 3)[1][1] for one in alone]))
-    return found
+    assert far(slopes, torch.stack([T.jvp(model, penalty)(one, one.main, 3)[1][1] for one in alone])) < 1e-9
 
 
 def output_of(m: Any, seed: int) -> torch.Tensor:
     return output(m, seed).square().mean()
 
 
-@pytest.mark.parametrize(("preset", "nprocs"), [
-    ("zero3", 2), pytest.param("zero2", 2, marks=pytest.mark.large), pytest.param("hsdp", 4, marks=pytest.mark.large),
-])  # fmt: skip
-def test_an_ensemble_is_its_members(preset: str, nprocs: int) -> None:
-    for found in launch(members, (preset, nprocs), nprocs=nprocs, simulate=True):
-        assert max(found.values()) < 1e-9, found
-
-
-def tied_members() -> float:
-    nets = [Net(2, tied=True) for _ in range(2)]
-    for i, net in enumerate(nets):
-        for p in net.parameters():
-            p.data += 0.1 * numbers(*p.shape, seed=i)
+@each_rank(2)
+def test_members_with_a_tied_leaf_and_one_outside_of_modules() -> None:
+    nets = nudged([Net(2, tied=True) for _ in range(2)])
     every = [dict(net.named_parameters(remove_duplicate=False)) for net in nets]
     stacked = {path: torch.stack([one[path].detach() for one in every]) for path in every[0]}
     stacked["head.weight"] = stacked["inp.weight"]
@@ -327,17 +289,12 @@ def tied_members() -> float:
     got = full_grads(fsdp.finish_reductions(state))
     for net in nets:
         output_of(net, 1).backward()
-    return max(
-        far(got[path][i], p.grad)
-        for i, net in enumerate(nets) for path, p in net.named_parameters() if p.grad is not None
-    )  # fmt: skip
+    for i, net in enumerate(nets):
+        assert all(far(got[path][i], p.grad) < 1e-9 for path, p in net.named_parameters() if p.grad is not None)
 
 
-def test_members_with_a_tied_leaf_and_one_outside_of_modules() -> None:
-    assert max(launch(tied_members, nprocs=2, simulate=True)) < 1e-9
-
-
-def gathered() -> list[str]:
+@each_rank(2)
+def test_members_are_gathered_at_once() -> None:
     stacked = {path: torch.stack([p.detach()] * 4) for path, p in Smooth().named_parameters()}
     mesh, placement = mesh_and_placement("zero3")
     state = fsdp.shard(stacked, fsdp.Spec(mesh, placement), fsdp.sgd(lr=0.1))
@@ -345,38 +302,25 @@ def gathered() -> list[str]:
     together = T.forward_backward(model, lambda m, seed: T.vmap(output_of, randomness="same")(m, seed).sum())
     for seed in range(2):
         state = fsdp.step(together(state, seed)[0])
-    return [use.unit for use in together(state, 2)[0].cursor.plan.uses]
-
-
-def test_members_are_gathered_at_once() -> None:
-    uses = launch(gathered, nprocs=2, simulate=True)[0]
+    uses = [use.unit for use in together(state, 2)[0].cursor.plan.uses]
     assert max(uses.count(unit) for unit in uses) <= 2  # forward and backward
 
 
 # ---------------------------------------------------------------- errors
 
 
-def refused() -> dict[str, str]:
+@each_rank(1)
+def test_what_is_wrong_is_said() -> None:
     state, model = start(Smooth())
     x = numbers(3, WIDTH, seed=0)
     stacked, small = T.vmap(lambda m, x: m(x)), {name: b.but(b.local[:2]) for name, b in state.main.items()}
-    return {
-        "vector": raised(lambda: T.jvp(model)(state, {}, x)),
-        "shards": raised(lambda: T.jvp(model)(state, small, x)),
-        "cotangents": raised(lambda: T.pullback(model)(state, torch.ones(2), x)),
-        "members": raised(lambda: T.apply(model, stacked)(state, x)),
-        "not driven": raised(lambda: stacked(Smooth(), x)),
-        "graph": raised(lambda: T.compile(lambda s: T.jvp(model)(s, s.main, x), backend="aot_eager")(state)),
-        "after": f"{T.jvp(model)(state, state.main, x)[1][1].isfinite().all()}",
-    }
-
-
-def test_what_is_wrong_is_said() -> None:
-    for said in launch(refused, nprocs=1, simulate=True):
-        assert "jvp: the vector has None for the bucket" in said["vector"]
-        assert "jvp: the vector has (2,) elements" in said["shards"]
-        assert "pullback: cotangents of structure" in said["cotangents"]
-        assert "the leaves of E members, stacked along dim 0" in said["members"]
-        assert "T.vmap: a Smooth that is not driven" in said["not driven"]
-        assert "jvp drives the schedule from Python" in said["graph"]
-        assert said["after"] == "True"
+    compiled = T.compile(lambda s: T.jvp(model)(s, s.main, x), backend="aot_eager")
+    refused(
+        (lambda: T.jvp(model)(state, {}, x), "jvp: the vector has None for the bucket"),
+        (lambda: T.jvp(model)(state, small, x), "jvp: the vector has (2,) elements"),
+        (lambda: T.pullback(model)(state, torch.ones(2), x), "pullback: cotangents of structure"),
+        (lambda: T.apply(model, stacked)(state, x), "the leaves of E members, stacked along dim 0"),
+        (lambda: stacked(Smooth(), x), "T.vmap: a Smooth that is not driven"),
+        (lambda: compiled(state), "jvp drives the schedule from Python"),
+    )
+    assert T.jvp(model)(state, state.main, x)[1][1].isfinite().all()
