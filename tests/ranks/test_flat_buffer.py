@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import launch
+from support.ranks import each_rank, launch
 from support.redistributed import ONE, TWO, bucket_on, moves, value
 
 import functional_fsdp as fsdp
@@ -19,18 +19,15 @@ def test_every_transition(axes: tuple[str, ...], ranks: int, average: str) -> No
     assert launch(moves, (axes, average), nprocs=ranks) == [[]] * ranks
 
 
-def gathers_in_place() -> bool:
+@each_rank(2)
+def test_a_gather_is_in_place() -> None:
     bucket, spec = bucket_on(ONE)
     whole = torch.full((bucket.numel,), torch.nan, dtype=torch.float64)
     start, stop = bucket.span(ONE, {"data": dist.get_rank()})
     own = whole[start:stop].copy_(value(dist.get_rank(), stop - start))
     got = FlatBuffer(own, bucket, (("data", Sharded),), spec.mesh).redistribute({"data": Replicated}, whole)
-    expected = torch.cat([value(r, stop - start) for r in range(dist.get_world_size())])
-    return got.local is whole and torch.equal(whole, expected)
-
-
-def test_a_gather_is_in_place() -> None:
-    assert all(launch(gathers_in_place, nprocs=2))
+    assert got.local is whole
+    assert torch.equal(whole, torch.cat([value(r, stop - start) for r in range(2)]))
 
 
 def test_a_wrong_out_says_both_shapes() -> None:
@@ -42,7 +39,9 @@ def test_a_wrong_out_says_both_shapes() -> None:
         buffer.redistribute({"tensor": Replicated})
 
 
-def tiled() -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@each_rank("ranks")
+def test_leaves_and_padding_are_every_element_once(ranks: int) -> None:
     leaves = {str(i): torch.ones(n) for i, n in enumerate((0, 1, 127, 128, 0, 129, 511, 0))}
     spec = fsdp.Spec(fsdp.local_mesh("cpu"))
     state = fsdp.shard({"unit": leaves}, spec, fsdp.adamw(moments=fsdp.dynamic8(32)))
@@ -51,8 +50,3 @@ def tiled() -> None:
         for view in (*padding(seen), *(shard.local for shard in fsdp.extend.leaf_shards(seen))):
             view.add_(1)
         assert (seen.local == 1).all()
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_leaves_and_padding_are_every_element_once(ranks: int) -> None:
-    fsdp.launch(tiled, nprocs=ranks, simulate=True)

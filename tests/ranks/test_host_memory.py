@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from support.presets import AXES, PRESETS, TWO_AXES, placement_of, ranks_of
 from support.problems import batch, loss_fn, mesh_and_placement, net
-from support.ranks import launch
+from support.ranks import each_rank, launch
 from support.tables import FULL, marked
 
 import functional_fsdp as fsdp
@@ -76,13 +76,23 @@ def same(a: Any, b: Any) -> bool:
     return x.keys() == y.keys() != set() and all(torch.equal(x[path], y[path]) for path in x)
 
 
-def both(preset: str, optimizer: str, precision: Any, micro: int) -> list[Trees]:
+BF16 = fsdp.Precision(compute=torch.bfloat16)
+ROWS = [
+    (ranks_of(preset), preset, optimizer, 1 if optimizer == "radam" and preset in TWO_AXES else micro)
+    for preset, optimizer, micro in itertools.product(PRESETS, OPTIMIZERS, (1, 2))
+]
+QUICK = [(2, "zero3", "muon", 2), (2, "zero3", "a pair", 1), (2, "zero1", "adamw", 2)]
+
+
+@pytest.mark.parametrize(("ranks", "preset", "optimizer", "micro"), marked([*dict.fromkeys(ROWS)], QUICK))
+@each_rank("ranks")
+def test_three_steps_have_the_device_s_bits(ranks: int, preset: str, optimizer: str, micro: int) -> None:
     """On the device; all of it on the host, in parts of 128 elements; main weights and optimizer state only."""
     params, model = fsdp.functionalize(net(torch.float32))
     found = []
     for kind, fill in (("device", 1), (HOST, 512), ({"main": HOST}, 1 << 20)):
         setattr(_host_memory, "FILL", fill)  # noqa: B010
-        spec = spec_of(preset, kind, precision=precision)
+        spec = spec_of(preset, kind, precision=None if micro == 1 else BF16)
         state = trained(fsdp.shard(params, spec, OPTIMIZERS[optimizer]()), model, 3, micro=micro)
         assert {in_host_memory(x.local) for x in buffers(state)} == {kind != "device"}
         copies = {in_host_memory(x.local) for x in state.weights.values() if x.local.numel()}
@@ -93,29 +103,14 @@ def both(preset: str, optimizer: str, precision: Any, micro: int) -> list[Trees]
         assert {in_host_memory(x.local) for x in state.grads.values() if x.local.numel()} == {kind == HOST}
         found.append(kept(fsdp.drop_gradients(state)))
     setattr(_host_memory, "FILL", FILL)  # noqa: B010
-    return found
+    device, *others = found
+    assert all(same(device, other) for other in others)
 
 
-BF16 = fsdp.Precision(compute=torch.bfloat16)
-
-
-ROWS = [*itertools.product(PRESETS, OPTIMIZERS, (1, 2))]
-QUICK = [("zero3", "muon", 2), ("zero3", "a pair", 1), ("zero1", "adamw", 2)]
-
-
-@pytest.mark.parametrize(("preset", "optimizer", "micro"), marked(ROWS, QUICK))
-def test_three_steps_have_the_device_s_bits(preset: str, optimizer: str, micro: int) -> None:
-    if optimizer == "radam" and preset in TWO_AXES:
-        micro = 1
-    precision = None if micro == 1 else BF16
-    for device, *others in launch(both, (preset, optimizer, precision, micro), nprocs=ranks_of(preset)):
-        assert all(same(device, other) for other in others)
-
-
-def compiled(preset: str) -> Trees:
+def compiled(preset: str) -> None:
     """A compiled step."""
     mesh, _ = mesh_and_placement(preset)
-    found: Trees = {}
+    found = []
 
     def whole(state: fsdp.State, x: torch.Tensor) -> fsdp.State:
         state, p = fsdp.unshard(state)
@@ -127,14 +122,14 @@ def compiled(preset: str) -> Trees:
         state = fsdp.shard({"a": torch.linspace(-1, 1, 300), "b": torch.ones(5)}, spec, fsdp.adamw(lr=1e-2))
         state = torch.compile(whole, fullgraph=True, backend="eager")(state, torch.full((), 1.0 + dist.get_rank()))
         assert {in_host_memory(x.local) for x in buffers(state)} == {kind == HOST}
-        found[kind] = kept(state)
-    return found
+        found.append(kept(state))
+    assert same(*found)
 
 
-def other_ways(preset: str) -> Trees:
+def other_ways(preset: str) -> None:
     """A step that is skipped and gradients that are lacking."""
     params, model = fsdp.functionalize(net(torch.float32, 1))
-    found: Trees = {}
+    found = []
     for kind in ("device", HOST):
         state = fsdp.shard(params, spec_of(preset, kind), fsdp.adamw(lr=1e-2))
         skipping = T.skip_nonfinite(fsdp.step)
@@ -149,19 +144,18 @@ def other_ways(preset: str) -> Trees:
         )
         state = fsdp.step(state)
         assert {in_host_memory(x.local) for x in buffers(state)} == {kind == HOST}
-        found[kind] = kept(state)
-    return found
+        found.append(kept(state))
+    assert same(*found)
 
 
 @pytest.mark.parametrize("steps", [other_ways, compiled])
 @pytest.mark.parametrize("preset", marked([(p,) for p in PRESETS], [("zero3",)]))
 def test_steps_that_are_skipped_lack_gradients_or_are_compiled(preset: str, steps: Any) -> None:
     ranks = ranks_of(preset) if FULL or steps is other_ways else 1
-    for found in launch(steps, (preset,), nprocs=ranks, processes=steps is compiled):
-        assert same(found["device"], found[HOST])
+    launch(steps, (preset,), nprocs=ranks, processes=steps is compiled)
 
 
-def moved_about(folder: str, preset: str) -> bool:
+def moved_about(folder: str, preset: str) -> None:
     """Checkpoints, redistribution, copies: each goes on as the one that was trained in one go."""
     params, model = fsdp.functionalize(net(torch.float32, 1))
     optimizer = fsdp.adamw(lr=1e-2)
@@ -192,19 +186,19 @@ def moved_about(folder: str, preset: str) -> bool:
     thawed = {kind: fsdp.unfreeze(fsdp.freeze(begun[kind], "blocks.*"), "blocks.*.up.*") for kind in specs}
     assert {in_host_memory(x.local) for x in buffers(thawed[HOST])} == {True}
     assert same(*(kept(trained(state, model, 1, first=2)) for state in thawed.values()))
-    return True
 
 
 @pytest.mark.parametrize("preset", marked([(p,) for p in PRESETS], [("zero3",)]))
 def test_checkpoints_redistribution_and_copies(preset: str, tmp_path: Path) -> None:
     """On simulated ranks, but with LAWS=full; so are the saves in the background."""
-    assert all(fsdp.launch(moved_about, (str(tmp_path), preset), nprocs=ranks_of(preset), simulate=not FULL))
+    fsdp.launch(moved_about, (str(tmp_path), preset), nprocs=ranks_of(preset), simulate=not FULL)
 
 
-def by_pattern() -> Trees:
+@each_rank(2)
+def test_some_leaves_by_pattern_and_what_they_cost() -> None:
     params, model = fsdp.functionalize(net(torch.float32))
     mesh = fsdp.local_mesh()
-    found: Trees = {}
+    found = []
     for kind in ("device", HOST):
         rules = {"blocks.*.up.*": fsdp.zero3("data", memory_kind=kind), "*": fsdp.zero3("data")}
         state = trained(fsdp.shard(params, fsdp.Spec(mesh, rules), fsdp.adamw(lr=1e-2)), model, 3)
@@ -217,26 +211,21 @@ def by_pattern() -> Trees:
         planned = fsdp.host_transfer(fsdp.abstract_state(shapes, fsdp.Spec({"data": 2}, rules), fsdp.adamw()))
         assert planned[:4] == moved[:4]
         assert moved.bandwidth > 0
-        found[kind] = kept(state), moved, far, state.layout.nbytes("weights"), repr(state)
-    return found
+        found.append((kept(state), moved, far))
+    (device, none, _), (host, moved, far) = found
+    assert same(device, host)
+    assert none[:4] == (0, 0, 0, 0)
+    assert moved.update == far + moved.gradients  # each byte there and back; gradients there only
+    assert far < moved.stored < 2 * far  # and compute shards back only
+    assert moved.gradients == far // 3  # beside main weights and two moments
+    assert 0 < moved.beside < 2 * state.layout.nbytes("weights")
+    assert "in host memory" in repr(state)
+    assert "GB/s" in repr(moved)
+    assert fsdp.HostTransfer(10, 9, 4, 6, 5.0).seconds == 4
 
 
-def test_some_leaves_by_pattern_and_what_they_cost() -> None:
-    for found in launch(by_pattern, nprocs=2):
-        (device, none, *_), (host, moved, far, weights, said) = found["device"], found[HOST]
-        assert same(device, host)
-        assert none[:4] == (0, 0, 0, 0)
-        assert moved.update == far + moved.gradients  # each byte there and back; gradients there only
-        assert far < moved.stored < 2 * far  # and compute shards back only
-        assert moved.gradients == far // 3  # beside main weights and two moments
-        assert 0 < moved.beside < 2 * weights
-        assert "in host memory" in said
-        assert "GB/s" in repr(moved)
-        assert fsdp.HostTransfer(10, 9, 4, 6, 5.0).seconds == 4
-
-
-def held_gradients() -> bool:
-    """Main gradients in the host's memory are used again, unless somebody holds them."""
+@each_rank(2)
+def test_gradients_that_somebody_holds_stay() -> None:
     params, model = fsdp.functionalize(net(torch.float32))
     state = fsdp.shard(params, spec_of("zero3", HOST), fsdp.adamw(lr=1e-2))
     forward_backward = T.forward_backward(model, loss_fn)
@@ -249,29 +238,19 @@ def held_gradients() -> bool:
             held, copies = [x.local for x in state.grads.values()], [x.local.clone() for x in state.grads.values()]
         state = fsdp.step(state)
     assert places[0] == places[1] != places[2] == places[3]
-    return all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
 
 
-def test_gradients_that_somebody_holds_stay() -> None:
-    assert all(launch(held_gradients, nprocs=2))
-
-
-def buffers_stay() -> tuple[list[int], int, int]:
+@each_rank(2)
+def test_two_buffers_have_memory_while_a_step_updates() -> None:
     params, model = fsdp.functionalize(net(torch.float32))
     state = fsdp.shard(params, spec_of("zero3", HOST), fsdp.adamw(lr=1e-2))
-    seen = []
     for i in range(3):
         state = trained(state, model, 1, first=i)
         there = state._executor.sink.streams
-        seen.append(sum(buffer.untyped_storage().size() for buffer in there.buffers))
-    sizes = [sum(x.local.nbytes for x in buffers(state) if x.bucket.name == name) for name in state.layout.trainable]
-    return seen, there.nbytes, sum(sizes)
-
-
-def test_two_buffers_have_memory_while_a_step_updates() -> None:
-    for seen, nbytes, state in launch(buffers_stay, nprocs=2):
-        assert seen == [0, 0, 0]
-        assert 0 < nbytes <= 2 * (2 * state + 128 * 512)  # a portion is at most all that there is, with gradients
+        assert sum(buffer.untyped_storage().size() for buffer in there.buffers) == 0
+    kept = sum(x.local.nbytes for x in buffers(state) if x.bucket.name in state.layout.trainable)
+    assert 0 < there.nbytes <= 2 * (2 * kept + 128 * 512)  # a portion is at most all that there is, with gradients
 
 
 def test_another_kind_of_memory_is_refused() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from support.ranks import launch
+from support.driven import refused
+from support.ranks import each_rank
 
 import functional_fsdp as fsdp
 
@@ -42,7 +43,9 @@ def kept_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dic
     return found
 
 
-def over(preset: str) -> float:
+@pytest.mark.parametrize(("preset", "ranks"), [("zero3", 2), ("zero1", 2), ("zero3", 1)])
+@each_rank("ranks")
+def test_an_optimizer_of_torch_goes_on_as_shards(preset: str, ranks: int) -> None:
     """Three steps of torch.optim, its state taken over, three more in both; and out again."""
     model, optimizer = plain()
     torch_steps(model, optimizer, range(3))
@@ -59,12 +62,7 @@ def over(preset: str) -> float:
     state = steps_of(state, range(3, 6))
     torch_steps(model, optimizer, range(3, 6))
     whole = fsdp.full_params(state)
-    return max(float((whole[path] - p.detach()).abs().max()) for path, p in model.named_parameters())
-
-
-@pytest.mark.parametrize(("preset", "ranks"), [("zero3", 2), ("zero1", 2), ("zero3", 1)])
-def test_an_optimizer_of_torch_goes_on_as_shards(preset: str, ranks: int) -> None:
-    assert max(launch(over, (preset,), nprocs=ranks)) < 1e-6
+    assert all((whole[path] - p.detach()).abs().max() < 1e-6 for path, p in model.named_parameters())
 
 
 def test_a_look_before_the_first_step_takes_none() -> None:
@@ -78,45 +76,36 @@ def test_a_look_before_the_first_step_takes_none() -> None:
     assert torch.equal(after(look=True), after(look=False))
 
 
-def refused(folder: str) -> list[str]:
-    mesh, said = fsdp.local_mesh(), []
+@each_rank(2)
+def test_what_is_missing_or_unexpected_is_named(tmp_path: Path) -> None:
+    mesh = fsdp.local_mesh()
     params = {"a": torch.ones(3, 4), "b": torch.ones(5)}
     state = steps_of(fsdp.shard(params, fsdp.Spec(mesh), fsdp.adamw(lr=0.1)), range(1))
     kept = fsdp.optimizer_state(state)
-
-    def tried(source: Any, **kwargs: Any) -> None:
-        with pytest.raises((fsdp.FsdpError, FileNotFoundError)) as caught:
-            fsdp.load_optimizer_state(kwargs.pop("state", state), source, **kwargs)
-        said.append(str(caught.value))
-
-    tried({"a": kept["a"]})
-    tried({**kept, "c": kept["b"]})
-    tried({**kept, "a": {**kept["a"], "exp_avg": kept["a"]["mean"]}})
-    tried({**kept, "b": {name: tensor[:3] for name, tensor in kept["b"].items()}})
-    tried(kept, state=fsdp.shard(params, fsdp.Spec(mesh)))
-    tried(Path(folder, "none"))
-    tried(kept, steps=-1)
-    tried(kept, steps=dist.get_rank())
-    assert (
-        fsdp.load_optimizer_state(state, kept, steps=1000).version.lineage.offset == 0
-    )  # of what compiled steps count
-    part = fsdp.load_optimizer_state(state, {"b": {"mean": torch.full((5,), 7.0)}}, partial=True)
+    short = {**kept, "b": {name: tensor[:3] for name, tensor in kept["b"].items()}}
+    of_torch = {**kept, "a": {**kept["a"], "exp_avg": kept["a"]["mean"]}}
+    more = "has 'mean.c' and 1 more; this optimizer keeps mean, square, for each leaf by its path"
+    load = partial(fsdp.load_optimizer_state, state)
+    refused(
+        (lambda: load({"a": kept["a"]}), "lacks 'mean.b'"),
+        (lambda: load({**kept, "c": kept["b"]}), more),
+        (lambda: load(of_torch), "has 'exp_avg.a'"),
+        (lambda: load(short), "has 'mean.b' as [3], the model [5]"),
+        (
+            lambda: fsdp.load_optimizer_state(fsdp.shard(params, fsdp.Spec(mesh)), kept),
+            "this state has no optimizer",
+        ),
+        (lambda: load(tmp_path / "none"), "there is no"),
+        (lambda: load(kept, steps=-1), "steps=-1"),
+        (lambda: load(kept, steps=dist.get_rank()), "ranks have different numbers"),
+    )
+    assert load(kept, steps=1000).version.lineage.offset == 0  # of what compiled steps count
+    part = load({"b": {"mean": torch.full((5,), 7.0)}}, partial=True)
     mixed = fsdp.optimizer_state(part)
-    same = torch.equal(mixed["a"]["mean"], kept["a"]["mean"]) and torch.equal(mixed["b"]["square"], kept["b"]["square"])
-    file = Path(folder, f"opt_{dist.get_rank()}.pt")
+    assert mixed["b"]["mean"].tolist() == [7.0] * 5
+    assert torch.equal(mixed["a"]["mean"], kept["a"]["mean"])
+    assert torch.equal(mixed["b"]["square"], kept["b"]["square"])
+    file = tmp_path / f"opt_{dist.get_rank()}.pt"
     torch.save({f"{name}.{path}": t for path, some in kept.items() for name, t in some.items()}, file)
     again = fsdp.optimizer_state(fsdp.load_optimizer_state(part, file))
-    return [*said, str(mixed["b"]["mean"].tolist()), str(same), str(torch.equal(again["b"]["mean"], kept["b"]["mean"]))]
-
-
-def test_what_is_missing_or_unexpected_is_named(tmp_path: Path) -> None:
-    for found in launch(refused, (str(tmp_path),), nprocs=2):
-        assert "lacks 'mean.b'" in found[0]
-        assert "has 'mean.c' and 1 more; this optimizer keeps mean, square, for each leaf by its path" in found[1]
-        assert "has 'exp_avg.a'" in found[2]
-        assert "has 'mean.b' as [3], the model [5]" in found[3]
-        assert "this state has no optimizer" in found[4]
-        assert "there is no" in found[5]
-        assert "steps=-1" in found[6]
-        assert "ranks have different numbers" in found[7]
-        assert found[8:] == [str([7.0] * 5), "True", "True"]
+    assert torch.equal(again["b"]["mean"], kept["b"]["mean"])

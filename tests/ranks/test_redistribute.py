@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
-from support.driven import raised
+from support.driven import raised, refused
 from support.moved import begun, spec_of, trained, whole, wrong_in
 from support.presets import PRESETS
-from support.ranks import launch
+from support.ranks import each_rank, launch
 from support.tables import FULL, covering
 
 import functional_fsdp as fsdp
@@ -55,66 +55,49 @@ def test_any_state_becomes_any_other(row: Any, tmp_path: Any) -> None:
             assert apart < 1e-5
 
 
-def experts() -> dict[str, Any]:
+@each_rank(4)
+def test_experts_stay_where_they_are() -> None:
     """Leaves of ranks' own, on two meshes."""
     mesh = fsdp.local_mesh(expert=2, data=2)
     at = mesh.get_local_rank("expert")
     params = {"experts": torch.full((5,), float(at)), "rest": torch.arange(7.0)}
     rules = {"experts": fsdp.zero3("data"), "*": fsdp.zero3("expert", "data")}
     state = fsdp.shard(params, fsdp.Spec(mesh, rules), fsdp.adamw())
-    found: dict[str, Any] = {}
-    whole_mesh = fsdp.local_mesh()
-    found["apart"] = raised(lambda: fsdp.redistribute(state, fsdp.Spec(whole_mesh)))
+    whole_mesh, own = fsdp.local_mesh(), "ranks have 'experts' of their own along 'expert' (2 ranks)"
+    refused((lambda: fsdp.redistribute(state, fsdp.Spec(whole_mesh)), f"{own}, and by the spec along no axis"))
     spec = fsdp.Spec(mesh, {"experts": fsdp.ddp("data"), "*": fsdp.hsdp("expert", "data")})
-    state = fsdp.redistribute(state, spec)
-    back = fsdp.full_params(state)
-    found["same"] = all(torch.equal(back[name], params[name]) for name in params)
-    found["steps"] = fsdp.step(fsdp.reduce(*fsdp.unshard(state))).steps
-    return found
+    moved = fsdp.redistribute(state, spec)
+    back = fsdp.full_params(moved)
+    assert all(torch.equal(back[name], params[name]) for name in params)
+    assert fsdp.step(fsdp.reduce(*fsdp.unshard(moved))).steps == 1
 
 
-def test_experts_stay_where_they_are() -> None:
-    for found in launch(experts, nprocs=4):
-        assert (
-            "ranks have 'experts' of their own along 'expert' (2 ranks), and by the spec along no axis"
-            in found["apart"]
-        )
-        assert found["same"]
-        assert found["steps"] == 1
-
-
-def refusals() -> dict[str, str]:
+@each_rank(2)
+def test_what_cannot_be_moved_is_refused_and_the_state_stays() -> None:
     state = begun("zero3", torch.float32)
     kept = whole(state)
     spec = state.spec
     lists = fsdp.replace_extras(state, listed=[next(iter(state.main.values()))])
     middle, _ = fsdp.unshard(state)
-    found = {
-        "middle": raised(lambda: fsdp.redistribute(middle, spec)),
-        "average": raised(lambda: fsdp.redistribute(state, spec_of("ddp", torch.float32, average="sum"))),
-        "frozen": raised(lambda: fsdp.redistribute(state, spec_of("ddp", torch.float32, trainable={"tail.*": False}))),
-        "units": raised(lambda: fsdp.redistribute(state, spec_of("ddp", torch.float32, units=["nothing.*"]))),
-        "lists": raised(lambda: fsdp.redistribute(lists, spec)),
-        "differ": raised(
-            lambda: fsdp.redistribute(state, spec_of(PRESETS[torch.distributed.get_rank()], torch.float32))
-        ),
-    }
-    return found | {"wrong": repr(wrong_in(state, kept))}
+    other = PRESETS[torch.distributed.get_rank()]
+
+    def to(preset: str, **more: Any) -> Any:
+        return lambda: fsdp.redistribute(state, spec_of(preset, torch.float32, **more))
+
+    refused(
+        (lambda: fsdp.redistribute(middle, spec), "in the middle of a step"),
+        (to("ddp", average="sum"), "average='mean', the spec average='sum'"),
+        (to("ddp", trainable={"tail.*": False}), "is trained in this state, and frozen by the spec"),
+        (to("ddp", units=["nothing.*"]), "matches nothing"),
+        (lambda: fsdp.redistribute(lists, spec), "lies in no dict by bucket"),
+        (to(other), "ranks have different settings"),
+    )
+    assert wrong_in(state, kept) == []
 
 
-def test_what_cannot_be_moved_is_refused_and_the_state_stays() -> None:
-    for found in launch(refusals, nprocs=2):
-        assert "in the middle of a step" in found["middle"]
-        assert "average='mean', the spec average='sum'" in found["average"]
-        assert "is trained in this state, and frozen by the spec" in found["frozen"]
-        assert "matches nothing" in found["units"]
-        assert "lies in no dict by bucket" in found["lists"]
-        assert "ranks have different settings" in found["differ"]
-        assert found["wrong"] == "[]"
-
-
-def counted() -> tuple[list[float], list[float]]:
-    """A leaf that missed steps, whose count goes along."""
+@each_rank(2)
+def test_counts_of_leaves_go_along() -> None:
+    """Of a leaf that missed steps."""
     params = {"a": torch.ones(5), "b": torch.ones(300)}
     results = []
     for moves in (False, True):
@@ -125,12 +108,7 @@ def counted() -> tuple[list[float], list[float]]:
             if moves and step == 2:
                 state = fsdp.redistribute(state, fsdp.Spec(fsdp.local_mesh(), fsdp.zero1("data")))
         results.append([value[0].item() for value in fsdp.full_params(state).values()])
-    return results[0], results[1]
-
-
-def test_counts_of_leaves_go_along() -> None:
-    for straight, there in launch(counted, nprocs=2):
-        assert straight == there
+    assert results[0] == results[1]
 
 
 def stopped_between_meshes(folder: str, first: bool) -> list[Any]:

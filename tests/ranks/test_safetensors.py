@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from safetensors.torch import load_file, save_file
-from support.driven import raised
+from support.driven import raised, refused
 from support.presets import PRESETS, ranks_of
 from support.problems import mesh_and_placement
-from support.ranks import launch
+from support.ranks import each_rank, launch
 from support.tables import marked
 
 import functional_fsdp as fsdp
@@ -85,8 +85,8 @@ def test_a_conjugation_that_torch_has_put_off_is_written(tmp_path: Path) -> None
     assert load_file(tmp_path / "saved" / "model.safetensors")["z"].tolist() == [1 - 2j, 3 + 1j]
 
 
-def read(preset: str, folder: str) -> dict[str, Any]:
-    """What of a model that was read from each kind of source is not the one that was written."""
+def read(preset: str, folder: str) -> None:
+    """A model that was read from each kind of source is the one that was written."""
     expected = small(3).state_dict()
     mesh, placement = mesh_and_placement(preset)
     spec = fsdp.Spec(mesh, placement)
@@ -97,16 +97,14 @@ def read(preset: str, folder: str) -> dict[str, Any]:
         "torch": f"{folder}/state.pt",
         "mapping": expected,
     }
-    found: dict[str, Any] = {}
     for name, source in sources.items():
         made, _ = fsdp.init(Small, spec, fsdp.adamw(), weights=source, seed=9)
         state, _ = sharded(preset, 4)
         loaded = fsdp.load_weights(state, source)
         for one in (made, loaded):
             held = fsdp.state_dict(one)
-            found[f"{name} {len(found)}"] = [k for k, v in expected.items() if not torch.equal(held[k], v)]
-        found[f"{name} step"] = [] if fsdp.step(fsdp.reduce(*fsdp.unshard(loaded))).steps == 1 else ["steps"]
-    return found
+            assert [key for key, value in expected.items() if not torch.equal(held[key], value)] == [], name
+        assert fsdp.step(fsdp.reduce(*fsdp.unshard(loaded))).steps == 1
 
 
 @pytest.mark.parametrize("preset", marked([("hfsdp",), ("zero3",), ("ddp",)], [("hfsdp",)]))
@@ -120,41 +118,30 @@ def test_weights_come_in_from_any_source(preset: str, tmp_path: Path) -> None:
         save_file({name: held[name].clone() for name in some}, tmp_path / "exact" / f"model-{i}.safetensors")
     weights = {name: f"model-{i}.safetensors" for i, some in enumerate((names[:3], names[3:])) for name in some}
     (tmp_path / "exact" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
-    for found in launch(read, (preset, str(tmp_path)), nprocs=ranks_of(preset, 3)):
-        assert all(wrong == [] for wrong in found.values())
+    launch(read, (preset, str(tmp_path)), nprocs=ranks_of(preset, 3))
 
 
-def renamed(folder: str) -> dict[str, Any]:
+@each_rank(2)
+def test_names_may_be_others_and_leaves_missing() -> None:
     held = {f"model.{name}": value for name, value in small(3).state_dict().items()}
     state, _ = sharded("zero3", 4)
-    found: dict[str, Any] = {}
     by = fsdp.load_weights(state, held, rename=lambda path: f"model.{path}")
-    found["function"] = torch.equal(fsdp.full_params(by)["layers.0.weight"], held["model.layers.0.weight"])
+    assert torch.equal(fsdp.full_params(by)["layers.0.weight"], held["model.layers.0.weight"])
     plain = small(3).state_dict()
     plain["other"] = plain.pop("scale") + 1
     by = fsdp.load_weights(state, plain, rename={"scale": "other"})
-    found["mapping"] = fsdp.full_params(by)["scale"].item()
+    assert fsdp.full_params(by)["scale"] == 2.5
     some = {"scale": torch.tensor(7.0), "more": torch.ones(2)}
-    by = fsdp.load_weights(state, some, partial=True)
-    kept = fsdp.full_params(by)
-    found["partial"] = kept["scale"].item(), torch.equal(kept["embed.weight"], small(4).embed.weight)
+    kept = fsdp.full_params(fsdp.load_weights(state, some, partial=True))
+    assert kept["scale"] == 7.0
+    assert torch.equal(kept["embed.weight"], small(4).embed.weight)
     made, _ = fsdp.init(Small, state.spec, weights=some, partial=True, seed=2)
     first, _ = fsdp.init(Small, state.spec, seed=2)
     one, other = fsdp.full_params(made), fsdp.full_params(first)
-    found["init"] = one.pop("scale").item(), all(torch.equal(one[name], other[name]) for name in one)
-    found["evaluation"] = raised(
-        lambda: fsdp.step(fsdp.load_weights(state, held, rename="model.{}".format, optimizer=False))
-    )
-    return found
-
-
-def test_names_may_be_others_and_leaves_missing(tmp_path: Path) -> None:
-    for found in launch(renamed, (str(tmp_path),), nprocs=2):
-        assert found["function"]
-        assert found["mapping"] == 2.5
-        assert found["partial"] == (7.0, True)
-        assert found["init"] == (7.0, True)
-        assert "ScheduleError" in found["evaluation"]
+    assert one.pop("scale") == 7.0
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    evaluated = fsdp.load_weights(state, held, rename="model.{}".format, optimizer=False)
+    refused((lambda: fsdp.step(evaluated), "ScheduleError"))
 
 
 def test_two_leaves_of_one_name_and_of_other_shapes_are_named() -> None:
@@ -166,54 +153,38 @@ def test_two_leaves_of_one_name_and_of_other_shapes_are_named() -> None:
         fsdp.load_weights(state, leaves, rename={"b": "a"})
 
 
-def refusals(folder: str) -> dict[str, str]:
-    state, _ = sharded("zero3", 4)
-    held = small(3).state_dict()
-    rank = dist.get_rank()
-    path = Path(folder)
-    sources: dict[str, Any] = {
-        "missing": {name: value for name, value in held.items() if "layers" not in name},
-        "more": {**held, "extra": torch.ones(1)},
-        "shape": {**held, "scale": torch.ones(2)},
-        "kind": {**held, "scale": torch.tensor(3)},
-        "nowhere": path / "nowhere",
-        "empty": path / "empty",
-        "cut": path / "cut.safetensors",
-        "text": path / "text.safetensors",
-        "pickle": path / "evil.pt",
-        "number": 7,
-        "differ": {**held, "scale": torch.ones(1 + rank)},
-        "one": path / "nowhere" if rank else held,
-    }
-    found = {name: raised(partial(fsdp.load_weights, state, source)) for name, source in sources.items()}
-    found["again"] = str(fsdp.step(fsdp.reduce(*fsdp.unshard(state))).steps)
-    return found
-
-
 class Evil:
     def __reduce__(self) -> Any:
         return print, ("ran",)
 
 
+@each_rank(2)
 def test_what_is_wrong_is_named_and_the_state_stays(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    save_file({"scale": torch.ones(1000)}, tmp_path / "cut.safetensors")
-    data = (tmp_path / "cut.safetensors").read_bytes()
-    (tmp_path / "cut.safetensors").write_bytes(data[:500])
-    (tmp_path / "text.safetensors").write_bytes(b"\x05\0\0\0\0\0\0\0hello")
-    torch.save({"scale": Evil()}, tmp_path / "evil.pt")
-    for rank, found in enumerate(launch(refusals, (str(tmp_path),), nprocs=2)):
-        assert "lacks 'layers.0.weight' and 5 more" in found["missing"]
-        assert "has 'extra', which the model has not" in found["more"]
-        assert "has 'scale' as [2], the model []" in found["shape"]
-        assert "has 'scale' as torch.int64, the model torch.float32" in found["kind"]
-        assert "FileNotFoundError" in found["nowhere"]
-        assert "has no *.safetensors and no pytorch_model.bin" in found["empty"]
-        assert "cut.safetensors is no safetensors file" in found["cut"]
-        assert "text.safetensors is no safetensors file" in found["text"]
-        assert "evil.pt wants __builtin__.print to be called" in found["pickle"]
-        assert "weights: expected a folder, a file, what open_checkpoint gives, or a mapping" in found["number"]
-        assert "ranks have different weights in their sources" in found["differ"]
-        assert "FileNotFoundError" in found["one"]
-        assert ("rank 1 met" in found["one"]) == (rank == 0)
-        assert found["again"] == "1"
+    state, _ = sharded("zero3", 4)
+    held, rank = small(3).state_dict(), dist.get_rank()
+    if rank == 0:
+        (tmp_path / "empty").mkdir()
+        save_file({"scale": torch.ones(1000)}, tmp_path / "whole.safetensors")
+        (tmp_path / "cut.safetensors").write_bytes((tmp_path / "whole.safetensors").read_bytes()[:500])
+        (tmp_path / "text.safetensors").write_bytes(b"\x05\0\0\0\0\0\0\0hello")
+        torch.save({"scale": Evil()}, tmp_path / "evil.pt")
+    dist.barrier()
+    nowhere = tmp_path / "nowhere"
+    wrong: list[tuple[Any, str]] = [
+        ({k: v for k, v in held.items() if "layers" not in k}, "lacks 'layers.0.weight' and 5 more"),
+        ({**held, "extra": torch.ones(1)}, "has 'extra', which the model has not"),
+        ({**held, "scale": torch.ones(2)}, "has 'scale' as [2], the model []"),
+        ({**held, "scale": torch.tensor(3)}, "has 'scale' as torch.int64, the model torch.float32"),
+        (nowhere, "FileNotFoundError"),
+        (tmp_path / "empty", "has no *.safetensors and no pytorch_model.bin"),
+        (tmp_path / "cut.safetensors", "cut.safetensors is no safetensors file"),
+        (tmp_path / "text.safetensors", "text.safetensors is no safetensors file"),
+        (tmp_path / "evil.pt", "evil.pt wants __builtin__.print to be called"),
+        (7, "weights: expected a folder, a file, what open_checkpoint gives, or a mapping"),
+        ({**held, "scale": torch.ones(1 + rank)}, "ranks have different weights in their sources"),
+    ]
+    refused(*((partial(fsdp.load_weights, state, source), said) for source, said in wrong))
+    said = raised(partial(fsdp.load_weights, state, nowhere if rank else held))
+    assert "FileNotFoundError" in said
+    assert ("rank 1 met" in said) == (rank == 0)
+    assert fsdp.step(fsdp.reduce(*fsdp.unshard(state))).steps == 1

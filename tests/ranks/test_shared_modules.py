@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from support.ranks import launch
+from support.ranks import each_rank, launch
 from support.tables import marked
 
 import functional_fsdp as fsdp
@@ -55,7 +55,7 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
 
 
-def trained(shared: str, way: str) -> float:
+def trained(shared: str, way: str) -> None:
     """Two steps, one with the head frozen, and one with it again; then a step of another state."""
     torch.manual_seed(0)
     module = Net(shared).double()
@@ -71,7 +71,6 @@ def trained(shared: str, way: str) -> float:
         return fsdp.step(state), loss
 
     step = T.compile(one, backend="aot_eager") if way == "compiled" else one
-    worst = 0.0
     for attempt in range(2):
         state = fsdp.shard(params, spec, fsdp.sgd(lr=RATE))
         reference = copy.deepcopy(plain)
@@ -88,8 +87,7 @@ def trained(shared: str, way: str) -> float:
                 for p, g in zip(trains, grads, strict=True):
                     p.sub_(RATE * g)
             found = fsdp.full_params(state)
-            worst = max(worst, *((found[n] - p).abs().max().item() for n, p in reference.named_parameters()))
-    return worst
+            assert all((found[n] - p).abs().max() < 1e-12 for n, p in reference.named_parameters())
 
 
 ROWS = [*itertools.product(("blocks", "in a block", "a part elsewhere"), ("eager", "compiled", "compiled units"))]
@@ -98,14 +96,11 @@ ROWS = [*itertools.product(("blocks", "in a block", "a part elsewhere"), ("eager
 @pytest.mark.parametrize(("shared", "way"), marked(ROWS, [ROWS[2], ROWS[4], ROWS[6], ROWS[8]]))
 def test_a_module_at_several_paths(shared: str, way: str) -> None:
     if (shared, way) == ("a part elsewhere", "compiled units"):  # it gathers what a compiled module around it computes
-        with pytest.raises(
-            fsdp.LaunchError,
-            match=r"'blocks\.1' \(Block\) is compiled and holds a part that is gathered alone: 'extra'",
-        ):
-            launch(trained, (shared, way), nprocs=2, processes=way != "eager")
+        text = r"'blocks\.1' \(Block\) is compiled and holds a part that is gathered alone: 'extra'"
+        with pytest.raises(fsdp.LaunchError, match=text):
+            launch(trained, (shared, way), nprocs=2, processes=True)
         return
-    for worst in launch(trained, (shared, way), nprocs=2, processes=way != "eager"):
-        assert worst < 1e-12
+    launch(trained, (shared, way), nprocs=2, processes=way != "eager")
 
 
 class Normed(nn.Module):
@@ -127,7 +122,8 @@ class Normed(nn.Module):
         return out
 
 
-def exported() -> bool:
+@each_rank(2)
+def test_a_state_dict_has_the_buffers_of_a_module_at_each_of_its_paths() -> None:
     torch.manual_seed(0)
     module = Normed().double()
     params, model = fsdp.functionalize(module)
@@ -137,10 +133,6 @@ def exported() -> bool:
     into = Normed().double()
     for one in (module, model):
         into.load_state_dict(fsdp.state_dict(state, one))  # every key, and no other
-    same = [torch.equal(into.get_buffer(path), buffer) for path, buffer in state.buffers.items()]
-    moved = bool(state.buffers["block.1.running_mean"].any())
-    return all(same) and moved and "more.0.running_mean" not in fsdp.state_dict(state)
-
-
-def test_a_state_dict_has_the_buffers_of_a_module_at_each_of_its_paths() -> None:
-    assert launch(exported, nprocs=2) == [True, True]
+    assert all(torch.equal(into.get_buffer(path), buffer) for path, buffer in state.buffers.items())
+    assert state.buffers["block.1.running_mean"].any()
+    assert "more.0.running_mean" not in fsdp.state_dict(state)
