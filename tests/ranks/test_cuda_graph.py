@@ -340,33 +340,18 @@ def captured_step(state: fsdp.State, step: int) -> tuple[fsdp.State, Capture]:
     return state, capture
 
 
-def interrupted() -> tuple[str, int, int]:
-    """One rank is interrupted while it waits in the vote for a replay; both take it in the end."""
+@each_rank(2, processes=True)
+def test_a_rank_that_is_interrupted_in_the_vote_takes_the_step_with_the_others() -> None:
+    """While it waits in the vote for a replay; both take it in the end."""
     state, capture = captured_step(made(), 1)
     launched: list[int] = []
-    said = ""
-    for _ in range(2):
-        try:
-            if dist.get_rank() == 0 and not said:
-                run, real = capture.run, capture.run.compare
-
-                def stopped(vote: Any) -> None:
-                    raise KeyboardInterrupt
-
-                run.compare = stopped  # type: ignore[method-assign, assignment]
-                try:
-                    capture.again(state, lambda: launched.append(1))
-                finally:
-                    run.compare = real  # type: ignore[method-assign]
-            state = capture.again(state, lambda: launched.append(1))
-            break
-        except (KeyboardInterrupt, fsdp.RestartError) as error:
-            said = type(error).__name__
-    return said, len(launched), state.steps
-
-
-def test_a_rank_that_is_interrupted_in_the_vote_takes_the_step_with_the_others() -> None:
-    assert launch(interrupted, nprocs=2, processes=True) == [("KeyboardInterrupt", 1, 2), ("RestartError", 1, 2)]
+    first = dist.get_rank() == 0
+    interrupted = mock.patch.object(capture.run, "compare", side_effect=KeyboardInterrupt) if first else nullcontext()
+    with pytest.raises(KeyboardInterrupt if first else fsdp.RestartError), interrupted:
+        capture.again(state, lambda: launched.append(1))
+    state = capture.again(state, lambda: launched.append(1))
+    assert launched == [1]
+    assert state.steps == 2
 
 
 @each_rank(2, processes=True)
@@ -414,14 +399,20 @@ def test_a_launch_that_fails_after_the_vote_breaks_the_state() -> None:
     refused((lambda: train_step(state, data(2)), "StaleStateError: ", said))
 
 
-def late_failures(alike: bool) -> tuple[str, bool]:
+@pytest.mark.parametrize("alike", [True, False])
+def test_what_no_rank_could_capture_was_not_taken_and_what_one_alone_could_not_parts_them(alike: bool) -> None:
+    launch(late_failures, (alike,), nprocs=2, processes=True)
+    if not alike:
+        stop_workers()  # these two have parted for good
+
+
+def late_failures(alike: bool) -> None:
     """What fails after the vote, while it is captured, on every rank or on one."""
     state, twin = made(), made()
     state, _ = train_step(state, data())
     twin, _ = train_step(twin, data())
     capture = Capture(state)
     fails = alike or dist.get_rank() == 0
-    said = ""
     try:
         with capture.recording():
             new, _ = train_step(state, data(1))
@@ -432,13 +423,9 @@ def late_failures(alike: bool) -> tuple[str, bool]:
         capture.abandon()
         new = state
     if not alike:  # the step was taken by the other one, which hears of it in its next vote
-        try:
-            if fails:
-                train_step(new, data(2))
-            capture.run.compare(capture.run.vote(0, 0))
-        except (ScheduleError, StaleStateError) as error:
-            said = type(error).__name__
-        return said, True
+        with pytest.raises(StaleStateError if fails else ScheduleError):
+            train_step(new, data(2)) if fails else capture.run.compare(capture.run.vote(0, 0))
+        return
     for buffer, other in zip(state.main.values(), twin.main.values(), strict=True):
         buffer.local.copy_(other.local)  # here the captured step did run
     for mine, theirs in zip(pytree.tree_leaves(state.opt), pytree.tree_leaves(twin.opt), strict=True):
@@ -446,19 +433,8 @@ def late_failures(alike: bool) -> tuple[str, bool]:
     state.count.copy_(twin.count)
     state, _ = train_step(state, data(3))
     twin, _ = train_step(twin, data(3))
-    return said, kept(state, twin) and state.steps == 2
-
-
-def test_what_no_rank_could_capture_was_not_taken() -> None:
-    assert launch(late_failures, (True,), nprocs=2, processes=True) == [("", True)] * 2
-
-
-def test_a_rank_that_alone_could_not_capture_what_all_had_voted_for_says_so() -> None:
-    assert launch(late_failures, (False,), nprocs=2, processes=True) == [
-        ("StaleStateError", True),
-        ("ScheduleError", True),
-    ]
-    stop_workers()  # these two have parted for good
+    assert kept(state, twin)
+    assert state.steps == 2
 
 
 @pytest.mark.parametrize("where", ["in its middle", "after it"])
@@ -510,7 +486,8 @@ def test_one_rank_may_capture_what_another_does_eagerly() -> None:
     assert len(set(map(str, run.everyone(counts, "counts")))) == 1
 
 
-def restarted() -> tuple[str, bool]:
+@each_rank(2, processes=True)
+def test_a_restart_that_is_heard_while_capturing_drains_what_was_issued() -> None:
     """One rank waits in the vote of a step that it captures; the other began the step and abandons it."""
     state, twin = made(), made()
     said = ""
@@ -533,14 +510,8 @@ def restarted() -> tuple[str, bool]:
                 lineage = state.version.lineage
                 lineage.runtime.restart(lineage.number)
     twin, _ = train_step(twin, data())
-    return said, kept(state, twin)
-
-
-def test_a_restart_that_is_heard_while_capturing_drains_what_was_issued() -> None:
-    (first, same), (second, equal) = launch(restarted, nprocs=2, processes=True)
-    assert (first, second) == ("RestartError", "ValueError")
-    assert same
-    assert equal
+    assert said == ("ValueError" if dist.get_rank() else "RestartError")
+    assert kept(state, twin)
 
 
 def test_a_use_outside_the_plan_cannot_be_captured() -> None:
@@ -595,8 +566,7 @@ def test_a_home_refuses_what_does_not_fit() -> None:
     home = GraphBuffers(state)
     with pytest.raises(TreeError, match="the state that came in has another structure"):
         home.check(state._evolve(extras={"ema": torch.ones(3)}))
-    state = state._evolve(extras={"ema": torch.ones(3), "n": 1})
-    home = GraphBuffers(state)
+    state, home = home_of(ema=torch.ones(3), n=1)
     with pytest.raises(TreeError, match=r"'extras.ema' .*is torch.float32 \(4,\); expected torch.float32 \(3,\)"):
         home.check(state._evolve(extras={"ema": torch.ones(4), "n": 1}))
     with pytest.raises(TreeError, match=r"'extras.n' of the state at the end of the step is 2; expected 1"):
@@ -607,10 +577,14 @@ def test_a_home_refuses_what_does_not_fit() -> None:
         home.check(state)
 
 
+def home_of(**extras: Any) -> tuple[fsdp.State, GraphBuffers]:
+    state = made()._evolve(extras=extras)
+    return state, GraphBuffers(state)
+
+
 def test_a_history_that_moves_along_is_read_before_it_is_written() -> None:
-    old, older = torch.ones(3), torch.zeros(3)
-    state = made()._evolve(extras={"now": old, "before": older})
-    home = GraphBuffers(state)
+    old = torch.ones(3)
+    state, home = home_of(now=old, before=torch.zeros(3))
     home.keep(state._evolve(extras={"now": torch.full((3,), 2.0), "before": old}))
     assert torch.equal(state.extras["now"], torch.full((3,), 2.0))
     assert torch.equal(state.extras["before"], torch.ones(3))
@@ -618,8 +592,7 @@ def test_a_history_that_moves_along_is_read_before_it_is_written() -> None:
 
 @pytest.mark.parametrize("how", ["anew", "in place"])
 def test_what_lies_on_the_host_must_not_change_in_a_captured_step(how: str) -> None:
-    state = made()._evolve(extras={"seen": torch.zeros(()), "kept": torch.ones(2)})
-    home = GraphBuffers(state)
+    state, home = home_of(seen=torch.zeros(()), kept=torch.ones(2))
     home.device = torch.device("cuda")  # as if the state were there
     new = home.begin(state)
     home.keep(new)
@@ -629,8 +602,7 @@ def test_what_lies_on_the_host_must_not_change_in_a_captured_step(how: str) -> N
 
 
 def test_what_is_a_tensor_stays_one() -> None:
-    state = made()._evolve(extras={"a": torch.ones(()), "b": 2.0, "c": np.ones(3)})
-    home = GraphBuffers(state)
+    state, home = home_of(a=torch.ones(()), b=2.0, c=np.ones(3))
     for extras, text in (
         ({"a": 1.0, "b": 2.0, "c": np.ones(3)}, r"'extras.a' .* is 1.0; expected torch.float32 \(\)"),
         ({"a": torch.ones(()), "b": torch.ones(3), "c": np.ones(3)}, r"'extras.b' .*expected 2.0"),
@@ -645,8 +617,7 @@ def test_what_is_a_tensor_stays_one() -> None:
 
 
 def test_what_a_step_makes_anew_goes_home() -> None:
-    state = made()._evolve(extras={"ema": torch.ones(3)})
-    home = GraphBuffers(state)
+    state, home = home_of(ema=torch.ones(3))
     home.keep(state._evolve(extras={"ema": torch.full((3,), 2.0)}))
     assert torch.equal(state.extras["ema"], torch.full((3,), 2.0))
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.driven import refused
+from support.ranks import each_rank
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -58,19 +60,22 @@ def test_bytes_on_the_wire() -> None:
     assert moved == [4 * 4 * 1024, 4 * (512 + 1024 // 64 * 4)]
 
 
-def refused() -> list[str]:
-    state, found = state_on(replica=2, shard=2), []
-    for wire, axis in (("int8", "replica"), (fsdp.int8, ("replica", "shard")), (fsdp.int8, "other")):
-        with pytest.raises(fsdp.SpecError) as caught:
-            fsdp.pmean(state, torch.ones(3), axis=axis, wire=wire)  # type: ignore[arg-type]
-        found.append(str(caught.value))
-    return found
-
-
+@each_rank(4)
 def test_what_cannot_be_is_refused_by_name() -> None:
-    for first, *others in launch(refused, nprocs=4, simulate=True):
-        assert "pmean(wire='int8'): expected a codec, as fsdp.int8(64), or None" in first
-        assert all("pmean(wire=int8()): expected one axis of the mesh" in said for said in others)
+    state = state_on(replica=2, shard=2)
+
+    def mean(wire: Any, axis: Any) -> Any:
+        return lambda: fsdp.pmean(state, torch.ones(3), axis=axis, wire=wire)
+
+    one_axis = "pmean(wire=int8()): expected one axis of the mesh"
+    refused(
+        (mean("int8", "replica"), "pmean(wire='int8'): expected a codec, as fsdp.int8(64), or None"),
+        (mean(fsdp.int8, ("replica", "shard")), one_axis),
+        (mean(fsdp.int8, "other"), one_axis),
+    )
+
+
+def test_a_step_that_is_compiled_whole_packs_no_means() -> None:
     state = fsdp.shard({"w": torch.ones(8)}, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.sgd(lr=0.1))
 
     def step(state: fsdp.State, x: torch.Tensor) -> Any:
