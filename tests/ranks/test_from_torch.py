@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,20 +66,39 @@ def stepped(state: fsdp.State, steps: range) -> fsdp.State:
     return state
 
 
+def by_torch(own: Any, params: Tree, grads: Iterable[Any], rate: Any = None) -> Tree:
+    """The weights after the steps of torch's own, by these gradients; `rate` says the learning rate of each step."""
+    for step, given in enumerate(grads):
+        if rate is not None:
+            own.param_groups[0]["lr"] = rate(step)
+        for name, p in params.items():
+            p.grad = given[name]
+        own.step()
+    return {name: p.detach() for name, p in params.items()}
+
+
+def parameters(leaves: Tree) -> dict[str, Any]:
+    return {name: torch.nn.Parameter(leaf.clone()) for name, leaf in leaves.items()}
+
+
 def plainly(cls: Any, steps: int = STEPS, by_label: Any = None, **options: Any) -> tuple[Tree, dict[str, Tree]]:
     """torch's own: the weights, and what it keeps."""
-    params = {name: torch.nn.Parameter(p) for name, p in tree(0).items()}
+    params = parameters(tree(0))
     groups = [
         {"params": [p for n, p in params.items() if ("bias" in n) == bias], **((by_label or {}) if bias else {})}
         for bias in (False, True)
     ]
     optimizer = cls(groups, **options)
-    for step in range(steps):
-        for name, grad in tree(step + 1).items():
-            params[name].grad = grad
-        optimizer.step()
-    kept = {name: dict(optimizer.state[p]) for name, p in params.items()}
-    return {name: p.detach() for name, p in params.items()}, kept
+    weights = by_torch(optimizer, params, [tree(step + 1) for step in range(steps)])
+    return weights, {name: dict(optimizer.state[p]) for name, p in params.items()}
+
+
+def alone(optimizer: Any, labels: Any = None) -> fsdp.State:
+    return fsdp.shard(tree(0), Spec(fsdp.local_mesh(), labels=labels or {}), optimizer)
+
+
+def far(found: Tree, wanted: Tree) -> float:
+    return max(float((p - found[name]).abs().max()) for name, p in wanted.items() if p.numel())
 
 
 def spec(preset: str, units: Any = ("a", ("b", "norm", "scale"))) -> Spec:
@@ -248,38 +267,29 @@ class Counting(torch.optim.Optimizer):
                 state["slow"].lerp_(p, state["scale"])
 
 
-class ByNorm(torch.optim.SGD):
+class ByNorm(ByParameter):
     """Elementwise it is not: a step as long as the weights."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * p.grad * p.norm() / p.grad.norm())
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        p.sub_(group["lr"] * g * p.norm() / g.norm())
 
 
-class ByAll(torch.optim.SGD):
+class ByAll(ByParameter):
     """Nor this: the norm of all gradients."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            norm = torch.stack([p.grad.norm() for p in group["params"]]).norm()
-            for p in group["params"]:
-                p.sub_(group["lr"] * p.grad / norm)
+    def of_group(self, params: list[Any], group: Any) -> None:
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            p.sub_(group["lr"] * p.grad / norm)
 
 
-class InTheGroup(torch.optim.SGD):
+class InTheGroup(ByParameter):
     """And this keeps a count beside the parameters' state."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * p.grad / group["k"])
+    def of_group(self, params: list[Any], group: Any) -> None:
+        group["k"] = group.get("k", 0) + 1
+        for p in params:
+            p.sub_(group["lr"] * p.grad / group["k"])
 
 
 @each_rank(2)
@@ -382,10 +392,9 @@ class Inner(ByParameter):
         super().__init__(params, lr)
         self.inner = {"turn": 0}
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def of_group(self, params: list[Any], group: Any) -> None:
         self.inner["turn"] += 1
-        super().step()
+        super().of_group(params, group)
 
     def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
         p.sub_(group["lr"] * (g.sign() if self.inner["turn"] % 3 == 0 else g))
@@ -412,7 +421,7 @@ class ByAName(ByParameter):
         p.sub_(group["lr"] * (g / 2 if "head.weight" in group["param_names"] else g))
 
 
-HABITS = {
+HABITS: dict[type, str] = {
     Inner: "it keeps 'self.inner' beside the state of parameters",
     ByNorm: "linalg_vector_norm is not elementwise", InTheGroup: "it keeps 'group.k' beside the state of parameters",
     ByDims: "Python reads the number of dims of a leaf", BySize: "Python reads the number of elements of a leaf",
@@ -456,17 +465,14 @@ def test_classes_that_couple_within_a_leaf_have_whole_leaves_at_owners(tmp_path:
         return {n: None if step < 2 and n in late else g for n, g in tree(step + 1).items()}
 
     for cls in [*HABITS][:: 1 if FULL else 2]:
-        params = {name: torch.nn.Parameter(p) for name, p in tree(0).items()}
-        own, optimizer = cls(params.items()), fsdp.from_torch(cls)
+        params, optimizer = parameters(tree(0)), fsdp.from_torch(cls)
         state = fsdp.shard(tree(0), spec("zero3"), optimizer)
         for step in range(6):
-            for name, grad in given(step).items():
-                params[name].grad = grad
-            own.step()
             if step == 3:
                 state = moved_on(state, tmp_path / cls.__name__, optimizer)
             state = fsdp.step(fsdp.reduce(state, given(step)))
-        assert same(fsdp.full_params(state), {n: p.detach() for n, p in params.items()}), cls
+        wanted = by_torch(cls(params.items()), params, [given(step) for step in range(6)])
+        assert same(fsdp.full_params(state), wanted), cls
 
 
 def moved_on(state: fsdp.State, folder: Path, optimizer: Any) -> fsdp.State:
@@ -484,15 +490,10 @@ def lamb_like() -> Any:
 
 def gone_on(folder: str, presets: tuple[str, ...], first: bool) -> list[bool]:
     """Whole leaves beside an elementwise optimizer, by placements; the second world goes on from the first one's."""
-    params = {name: torch.nn.Parameter(p) for name, p in tree(0).items()}
-    bias = [p for name, p in params.items() if "bias" in name]
-    own = [torch.optim.Adam(bias, lr=0.1), Rows([p for name, p in params.items() if "bias" not in name])]
-    for step in range(6):
-        for name, grad in tree(step + 1).items():
-            params[name].grad = grad
-        for one in own:
-            one.step()
-    found = []
+    params, grads, found = parameters(tree(0)), [tree(step + 1) for step in range(6)], []
+    bias = {name: p for name, p in params.items() if "bias" in name}
+    rest = {name: p for name, p in params.items() if "bias" not in name}
+    wanted = by_torch(torch.optim.Adam(bias.values(), lr=0.1), bias, grads) | by_torch(Rows(rest.values()), rest, grads)
     for preset in presets:
         if first:
             state = stepped(fsdp.shard(tree(0), spec(preset), lamb_like()), range(3))
@@ -500,7 +501,7 @@ def gone_on(folder: str, presets: tuple[str, ...], first: bool) -> list[bool]:
         else:
             state = fsdp.load(f"{folder}/zero3", spec(preset), lamb_like())
         state = stepped(state, range(3, 6))
-        found.append(same(fsdp.full_params(state), {name: p.detach() for name, p in params.items()}))
+        found.append(same(fsdp.full_params(state), wanted))
     return found
 
 
@@ -627,7 +628,7 @@ def test_no_graph_has_whole_leaves(by: Any) -> None:
     def train_step(state: fsdp.State, grads: Tree) -> fsdp.State:
         return fsdp.step(fsdp.reduce(state, grads))
 
-    state = fsdp.shard(tree(0), Spec(fsdp.local_mesh()), fsdp.from_torch(Rows, by=by))
+    state = alone(fsdp.from_torch(Rows, by=by))
     text = r"from_torch\(Rows\): the class's own Python runs in each step, with whole leaves, which no graph"
     with pytest.raises(Exception, match=text):
         T.compile(train_step)(state, tree(1))
@@ -641,50 +642,32 @@ def test_why_a_class_is_not_elementwise(cls: type) -> None:
         fsdp.from_torch(cls, by="elementwise")
 
 
-class GrowsAll(torch.optim.SGD):
+class GrowsAll(ByParameter):
     """As Prodigy: a step size in the group, from a sum over all leaves, which shows after some steps."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            total = sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
-            group["d"] = max(group.get("d", 1e-6), 1e-9 * total)
-            for p in group["params"]:
-                p.sub_(group["d"] * p.grad)
-
-
-@pytest.mark.parametrize("cls", [ByAll, GrowsAll])
-@pytest.mark.parametrize("by", [None, "leaf", "elementwise"])
-def test_a_class_that_couples_leaves_is_refused(cls: type, by: Any) -> None:
-    why = "it couples leaves: " + "stack takes tensors of several leaves together" * (cls is ByAll)
-    text = rf"from_torch\({cls.__name__}\): .*cannot work on shards: {why}.*test_from_torch\.py:\d+: "
-    with pytest.raises(SpecError, match=text):
-        fsdp.from_torch(cls, by=by)
+    def of_group(self, params: list[Any], group: Any) -> None:
+        group["d"] = max(group.get("d", 1e-6), 1e-9 * sum(float(p.grad.abs().sum()) for p in params))
+        for p in params:
+            p.sub_(group["d"] * p.grad)
 
 
 class Grows(ByParameter):
     """The same, for leaves some of which have no gradient."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            given = [p for p in group["params"] if p.grad is not None]
-            group["d"] = max(group.get("d", 1e-3), 1e-2 * sum(float(p.grad.abs().sum()) for p in given))
-            for p in given:
-                p.sub_(group["d"] * p.grad)
+    def of_group(self, params: list[Any], group: Any) -> None:
+        group["d"] = max(group.get("d", 1e-3), 1e-2 * sum(float(p.grad.abs().sum()) for p in params))
+        for p in params:
+            p.sub_(group["d"] * p.grad)
 
 
 class Waits(ByParameter):
     """As heavyball's: no leaf takes a step before the one that came last has had some."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            given = [p for p in group["params"] if p.grad is not None]
-            for p in given:
-                self.state[p]["n"] = self.state[p].get("n", 0) + 1
-            if min(self.state[p]["n"] for p in given) > 2:
-                torch._foreach_add_(given, [p.grad for p in given], alpha=-group["lr"])
+    def of_group(self, params: list[Any], group: Any) -> None:
+        for p in params:
+            self.state[p]["n"] = self.state[p].get("n", 0) + 1
+        if min(self.state[p]["n"] for p in params) > 2:
+            torch._foreach_add_(params, [p.grad for p in params], alpha=-group["lr"])
 
 
 @pytest.mark.parametrize(("by", "late"), [("all", True), (None, False)])
@@ -693,25 +676,21 @@ def test_a_class_that_couples_leaves_has_all_of_them_on_each_rank(by: Any, late:
     """Beside the class itself: perhaps late leaves; a skipped step, a checkpoint, other placements and units."""
 
     def given(step: int) -> dict[str, Any]:
-        return {n: None if late and step in (0, 1, 2, 8) and "bias" in n else g for n, g in tree(step + 1).items()}
+        absent = late and step in (0, 1, 2, 8)
+        return {n: None if absent and "bias" in n else g.double() for n, g in tree(step + 1).items()}
 
+    doubles = {name: p.double() for name, p in tree(0).items()}
     for cls in (Waits, Grows) if by else (Waits,):
-        params = {name: torch.nn.Parameter(p.double()) for name, p in tree(0).items()}
-        own, optimizer = cls(params.values()), fsdp.from_torch(cls, by=by)
-        doubles = {name: p.double() for name, p in tree(0).items()}
+        params, optimizer = parameters(doubles), fsdp.from_torch(cls, by=by)
         state = fsdp.shard(doubles, spec("zero3"), optimizer)
         for step in range(10):
-            for name, grad in given(step).items():
-                params[name].grad = None if grad is None else grad.double()
-            own.step()
             if step == 5:
                 state = moved_on(state, tmp_path / cls.__name__, optimizer)
             state = fsdp.step(fsdp.reduce(state, given(step)))
-        found = fsdp.full_params(state)
-        moved = max(float((p.detach() - doubles[n]).abs().max()) for n, p in params.items() if p.numel())
-        off = max(float((p.detach() - found[n]).abs().max()) for n, p in params.items() if p.numel())
+        wanted = by_torch(cls(params.values()), params, [given(step) for step in range(10)])
+        moved = far(doubles, wanted)
         assert moved >= 1e-2
-        assert off <= 1e-12 * moved, cls
+        assert far(fsdp.full_params(state), wanted) <= 1e-12 * moved, cls
 
 
 def test_leaves_that_couple_where_one_has_no_gradient() -> None:
@@ -729,7 +708,7 @@ def test_leaves_that_couple_where_one_has_no_gradient() -> None:
 
 def test_all_leaves_together_say_what_they_hold() -> None:
     optimizer = fsdp.from_torch(Grows, by="all")
-    fsdp.shard(tree(0), Spec(fsdp.local_mesh()), optimizer)
+    alone(optimizer)
     numel = sum(p.numel() for p in tree(0).values())
     held = re.search(r"all leaves together, on one gathered copy a rank \(([\d,]+) bytes\), since .*", str(optimizer))
     assert held is not None
@@ -741,21 +720,17 @@ def test_all_leaves_together_say_what_they_hold() -> None:
 @pytest.mark.parametrize("cls", [torch.optim.Rprop, torch.optim.ASGD])
 def test_what_begins_as_the_rate_begins_as_that_of_a_leafs_first_step(cls: Any) -> None:
     leaves = {"a": torch.tensor([1.0, 2.0]).double(), "b": torch.tensor([1.0, -2.0, 3.0]).double()}
-    plain = {name: torch.nn.Parameter(leaf.clone()) for name, leaf in leaves.items()}
-    torchs = cls([*plain.values()], lr=0.1)
+    grads = [
+        {name: torch.sin(leaf * (step + 1)) if step > 1 or name == "a" else None for name, leaf in leaves.items()}
+        for step in range(4)
+    ]
     optimizer = fsdp.from_torch(cls, lr=lambda count: 0.1 + 0.05 * count.double())
     state = fsdp.shard(leaves, Spec(fsdp.local_mesh()), optimizer)
-    for step in range(4):
-        torchs.param_groups[0]["lr"] = 0.1 + 0.05 * step
-        grads = {
-            name: torch.sin(leaf * (step + 1)) if step > 1 or name == "a" else None for name, leaf in leaves.items()
-        }
-        for name, param in plain.items():
-            param.grad = grads[name]
-        torchs.step()
-        state = fsdp.step(fsdp.reduce(state, grads))
-    found = fsdp.full_params(state)
-    assert max(float((found[name] - param.detach()).abs().max()) for name, param in plain.items()) < 1e-12
+    for one in grads:
+        state = fsdp.step(fsdp.reduce(state, one))
+    plain = parameters(leaves)
+    wanted = by_torch(cls(plain.values(), lr=0.1), plain, grads, rate=lambda step: 0.1 + 0.05 * step)
+    assert far(fsdp.full_params(state), wanted) < 1e-12
 
 
 @pytest.mark.parametrize("by", ["elementwise", "leaf", "all"])
@@ -779,7 +754,7 @@ def test_each_real_step_is_one_that_was_proved() -> None:
     """A count at which nobody looked: what is elementwise there is run, what is not is refused before the step."""
     optimizer = fsdp.from_torch(TurnsLater)
     assert "elementwise" in str(optimizer)
-    state = stepped(fsdp.shard(tree(0), Spec(fsdp.local_mesh()), optimizer), range(39))
+    state = stepped(alone(optimizer), range(39))
     assert same(fsdp.full_params(state), plainly(TurnsLater, 39)[0])
     before = fsdp.full_params(state)
     with pytest.raises(
@@ -813,7 +788,7 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
     def of(steps: int, cls: Any, **options: Any) -> int:
         looks.clear()
-        stepped(fsdp.shard(tree(0), Spec(fsdp.local_mesh()), fsdp.from_torch(cls, **options)), range(steps))
+        stepped(alone(fsdp.from_torch(cls, **options)), range(steps))
         return len(looks)
 
     return of
@@ -828,7 +803,7 @@ def test_what_python_cannot_see_is_checked_now_and_then(looked: Any, monkeypatch
     assert looked(20, torch.optim.SGD, lr=0.1, momentum=0.9) <= 6  # no count, and one rate
     assert looked(20, torch.optim.RAdam, lr=0.1) >= 20  # reads its count
     assert looked(20, torch.optim.Adagrad, lr=falling) >= 20  # has another rate in each step
-    state = stepped(fsdp.shard(tree(0), Spec(fsdp.local_mesh()), fsdp.from_torch(ReadsItsCount)), range(39))
+    state = stepped(alone(fsdp.from_torch(ReadsItsCount)), range(39))
     with pytest.raises(TreeError, match="The step was not taken"):
         stepped(state, range(39, 40))
 
@@ -846,8 +821,7 @@ class ByAFlag(ByParameter):
 def test_each_label_is_checked_now_and_then(flag: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(from_torch, "EVERY", 8)
     optimizer = fsdp.from_torch(ByAFlag, lr={"a": 0.1, "default": 0.2})
-    placed = Spec(fsdp.local_mesh(), labels={"a": "a"})
-    state = stepped(fsdp.shard(tree(0), placed, optimizer), range(4))
+    state = stepped(alone(optimizer, {"a": "a"}), range(4))
     monkeypatch.setattr(ByAFlag, "flag", flag)
     with pytest.raises(TreeError, match="The step was not taken"):
         stepped(state, range(4, 12))
@@ -889,16 +863,9 @@ def test_steps_of_two_states_with_one_optimizer_are_checked_in_turn() -> None:
             fsdp.step(fsdp.reduce(state, {name: {"w": torch.ones(3)}}))
 
 
-class Random(torch.optim.SGD):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            p.sub_(torch.rand_like(p) * p.grad)
-
-
-def test_a_class_that_draws_random_numbers_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"shards: rand_like draws random numbers \(.*test_from_torch\.py:\d+: p\.sub_"):
-        fsdp.from_torch(Random)
+class Random(ByParameter):
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        p.sub_(torch.rand_like(p) * g)
 
 
 class Hidden(ByParameter):
@@ -913,12 +880,6 @@ class Hidden(ByParameter):
         p.sub_(group["lr"] * g)
 
 
-def test_what_no_state_can_hold_is_found_for_each_shape() -> None:
-    text = r"a new instance that is given the class's own state goes on otherwise .* on a leaf of shape \[6, 8\]"
-    with pytest.raises(SpecError, match=text):
-        fsdp.from_torch(Hidden, by="all")
-
-
 class OfSmall(ByParameter):
     """Keeps as many numbers as there are weights under a threshold."""
 
@@ -930,10 +891,53 @@ class OfSmall(ByParameter):
         p[s["of"]] -= group["lr"] * s["mean"]
 
 
-@pytest.mark.parametrize("by", [None, "all"])
-def test_a_state_whose_structure_goes_by_values_is_refused_at_once(by: Any) -> None:
-    with pytest.raises(SpecError, match=r"another structure where weights are small: \['of', 'mean'\]"):
-        fsdp.from_torch(OfSmall, by=by)
+class Odd(ByParameter):
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        s["history"] = slice(None)
+
+
+AT = r".*test_from_torch\.py:\d+: "
+COUPLES = r"cannot work on shards: it couples leaves: "
+STACKED = COUPLES + "stack takes tensors of several leaves together"
+BY_VALUES = r"another structure where weights are small: \['of', 'mean'\]"
+NO_CLASS = r"from_torch: expected a class as those of torch\.optim, got .*Give the"
+ADAM, SGD = torch.optim.Adam, torch.optim.SGD
+WHY_NOT: list[tuple[Any, dict[str, Any], str]] = [
+    *((ByAll, {"by": by}, rf"from_torch\(ByAll\): .*{STACKED}{AT}") for by in (None, "leaf", "elementwise")),
+    *((GrowsAll, {"by": by}, rf"from_torch\(GrowsAll\): .*{COUPLES}{AT}") for by in (None, "leaf", "elementwise")),
+    (Random, {}, rf"shards: rand_like draws random numbers \({AT}p\.sub_"),
+    (Hidden, {"by": "all"}, r"a new instance that is given the class's own state goes on .* a leaf of shape \[6, 8\]"),
+    (OfSmall, {}, BY_VALUES),
+    (OfSmall, {"by": "all"}, BY_VALUES),
+    (Odd, {}, r"from_torch\(Odd\): it keeps a slice as 'history', which no State can hold: tensors, numbers"),
+    (ADAM, {"lr": -1.0}, "it raised ValueError: Invalid learning rate: -1.0. Give options that"),
+    (ADAM, {"betas": {"bias": (2.0, 0.9), "default": (0.9, 0.9)}}, "ValueError: Invalid beta"),
+    (ADAM, {"momentum": 0.9}, "it raised TypeError: .*unexpected keyword argument 'momentum'"),
+    (SGD([torch.zeros(1)]), {}, NO_CLASS),
+    (dict, {}, NO_CLASS),
+    ("Adam", {}, NO_CLASS),
+    (SGD, {"by": "rows"}, "from_torch: by is 'rows'; expected 'elementwise', 'leaf', 'all', or nothing"),
+    (
+        SGD,
+        {"by": "elementwise", "momentum": 0.9, "dampening": 0.5},
+        r"begins neither as one number nor as the weights, as that of SGD\(dampening=\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("cls", "options", "text"), WHY_NOT, ids=lambda x: getattr(x, "__name__", ""))
+def test_what_is_refused_with_its_reason(cls: Any, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        fsdp.from_torch(cls, **options)
+
+
+def test_what_shard_refuses_with_its_reason() -> None:
+    assert "whole leaves" in str(fsdp.from_torch(SGD, momentum=0.9, dampening=0.5))
+    text = r"does not take the leaf 'a\.bias' of shape \[130\]: it raised ValueError: Muon"
+    with pytest.raises(SpecError, match=text):
+        alone(fsdp.from_torch(torch.optim.Muon))
+    with pytest.raises(SpecError, match=r"not torch's Adam\. Give its class: fsdp\.from_torch\(Adam, lr="):
+        alone(ADAM)
 
 
 class EndsBadly(ByParameter):
@@ -959,85 +963,45 @@ def test_an_owner_whose_class_raises_says_what_and_the_next_call_works(ranks: in
     assert fsdp.launch(stepped_by, (optimizer, 10.0), nprocs=ranks, simulate=True) == [0.0] * ranks
 
 
-class FromFirstRate(torch.optim.SGD):
+class FromFirstRate(ByParameter):
     """Takes the first rate in its constructor."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr=lr)
         self.first = lr
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.mul_(1 - 0.1 * group["lr"] / self.first).sub_(group["lr"] * p.grad)
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        p.mul_(1 - 0.1 * group["lr"] / self.first).sub_(group["lr"] * g)
 
 
 @pytest.mark.parametrize("labels", [{}, {"*": "some"}])
 @pytest.mark.parametrize("by", [None, "leaf", "all"])
 def test_a_rate_that_changes_changes_groups_only(by: Any, labels: Any) -> None:
     optimizer = fsdp.from_torch(FromFirstRate, lr=lambda count: 0.5 / (1 + count), by=by)
-    state = stepped(fsdp.shard(tree(0), Spec(fsdp.local_mesh(), labels=labels), optimizer), range(4))
-    params = tree(0)
+    state, params = stepped(alone(optimizer, labels), range(4)), tree(0)
     own = FromFirstRate([*params.values()], lr=0.5)
-    for step in range(4):
-        own.param_groups[0]["lr"] = 0.5 / (1 + step)
-        for name, grad in tree(step + 1).items():
-            params[name].grad = grad
-        own.step()
-    assert max(float((p - params[n]).abs().max()) for n, p in fsdp.full_params(state).items() if p.numel()) < 1e-6
-
-
-def test_what_is_refused_with_its_reason() -> None:
-    class Odd(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for p in self.param_groups[0]["params"]:
-                self.state[p]["history"] = slice(None)
-
-    for cls, options, text in (
-        (torch.optim.Adam, {"lr": -1.0}, "it raised ValueError: Invalid learning rate: -1.0. Give options that"),
-        (torch.optim.Adam, {"betas": {"bias": (2.0, 0.9), "default": (0.9, 0.9)}}, "ValueError: Invalid beta"),
-        (torch.optim.Adam, {"momentum": 0.9}, "it raised TypeError: .*unexpected keyword argument 'momentum'"),
-        (Odd, {}, r"from_torch\(Odd\): it keeps a slice as 'history', which no State can hold: tensors, numbers"),
-    ):
-        with pytest.raises(SpecError, match=text):
-            fsdp.from_torch(cls, **options)
-    for wrong in (torch.optim.SGD([torch.zeros(1)]), dict, "Adam"):
-        with pytest.raises(SpecError, match=r"from_torch: expected a class as those of torch\.optim, got .*Give the"):
-            fsdp.from_torch(wrong)  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match="from_torch: by is 'rows'; expected 'elementwise', 'leaf', 'all', or nothing"):
-        fsdp.from_torch(torch.optim.SGD, by="rows")
-    text = r"begins neither as one number nor as the weights, as that of SGD\(dampening=\)"
-    with pytest.raises(SpecError, match=text):
-        fsdp.from_torch(torch.optim.SGD, by="elementwise", momentum=0.9, dampening=0.5)
-    assert "whole leaves" in str(fsdp.from_torch(torch.optim.SGD, momentum=0.9, dampening=0.5))
-    text = r"does not take the leaf 'a\.bias' of shape \[130\]: it raised ValueError: Muon"
-    with pytest.raises(SpecError, match=text):
-        fsdp.shard(tree(0), Spec(fsdp.local_mesh()), fsdp.from_torch(torch.optim.Muon))
-    with pytest.raises(SpecError, match=r"not torch's Adam\. Give its class: fsdp\.from_torch\(Adam, lr="):
-        fsdp.shard(tree(0), Spec(fsdp.local_mesh()), torch.optim.Adam)
+    wanted = by_torch(own, params, [tree(step + 1) for step in range(4)], rate=lambda step: 0.5 / (1 + step))
+    assert far(fsdp.full_params(state), wanted) < 1e-6
 
 
 # ---------------------------------------------------------------- settings, skipped steps, graphs
 
 
 def test_options_by_label_and_a_rate_by_the_count() -> None:
-    one = Spec(fsdp.local_mesh(), labels=LABELS)
     rates = {"bias": lambda count: 0.5 / (1 + count), "default": 0.01}
-    state = stepped(fsdp.shard(tree(0), one, fsdp.from_torch(torch.optim.SGD, lr=rates)), range(3))
-    wanted, _ = plainly(torch.optim.SGD, 3, lr=0.01)
-    found = fsdp.full_params(state)
+    found = fsdp.full_params(stepped(alone(fsdp.from_torch(SGD, lr=rates), LABELS), range(3)))
+    params, grads = tree(0), [tree(step + 1) for step in range(3)]
+    bias = {name: p for name, p in params.items() if "bias" in name}
     assert same(
-        {n: p for n, p in found.items() if "bias" not in n}, {n: p for n, p in wanted.items() if "bias" not in n}
+        {n: p for n, p in found.items() if n not in bias},
+        {n: p for n, p in plainly(SGD, 3, lr=0.01)[0].items() if n not in bias},
     )
-    bias = tree(0)["a.bias"]
-    for step in range(3):
-        bias = bias - 0.5 / (1 + step) * tree(step + 1)["a.bias"]
-    torch.testing.assert_close(found["a.bias"], bias)
+    wanted = by_torch(SGD(bias.values()), bias, grads, rate=lambda step: 0.5 / (1 + step))
+    torch.testing.assert_close({n: found[n] for n in bias}, wanted)
     with pytest.raises(SpecError, match=r"from_torch\(SGD\)\(lr\): no leaf has the label 'nrom'"):
-        fsdp.shard(tree(0), one, fsdp.from_torch(torch.optim.SGD, lr={"nrom": 1.0, "default": 0.1}))
+        alone(fsdp.from_torch(torch.optim.SGD, lr={"nrom": 1.0, "default": 0.1}), LABELS)
     with pytest.raises(SpecError, match=r"lr=\{'bias': 1\.0\}: nothing for the label 'default'"):
-        fsdp.shard(tree(0), one, fsdp.from_torch(torch.optim.SGD, lr={"bias": 1.0}))
+        alone(fsdp.from_torch(torch.optim.SGD, lr={"bias": 1.0}), LABELS)
 
 
 @each_rank(2)
@@ -1058,16 +1022,14 @@ def test_an_option_by_label_that_keeps_more(tmp_path: Path) -> None:
 def test_a_first_rate_is_the_one_that_state_begins_with() -> None:
     """Rprop's steps begin as long as the rate."""
     rprop = fsdp.from_torch(torch.optim.Rprop, lr=lambda count: 0.25 + count)
-    state = fsdp.shard(tree(0), Spec(fsdp.local_mesh()), rprop)
-    assert fsdp.optimizer_state(state)["a.bias"]["step_size"].tolist() == [0.25] * 130
+    assert fsdp.optimizer_state(alone(rprop))["a.bias"]["step_size"].tolist() == [0.25] * 130
 
 
 @pytest.mark.parametrize("name", ["NAdam", "SGD"])
 def test_a_skipped_step_changes_nothing(name: str) -> None:
     found = []
     for skips in ([False, False], [False, True, False]):
-        state = fsdp.shard(tree(0), Spec(fsdp.local_mesh()), fsdp.from_torch(CLASSES[name], lr=0.1))
-        taken = 0
+        state, taken = alone(fsdp.from_torch(CLASSES[name], lr=0.1)), 0
         for skip in skips:
             grads = {n: torch.full_like(g, torch.nan) if skip else g for n, g in tree(taken + 1).items()}
             state = fsdp.step(fsdp.reduce(state, grads), skip=torch.tensor(skip))
@@ -1104,7 +1066,7 @@ def compiled(preset: str, way: str) -> float:
     assert max(state.optimizer.scout.turns.values()) >= 3  # scouts go before each compiled step, too
     assert state.optimizer is from_torch.IN_GRAPHS[state.optimizer.number]  # which outlives the State with the graph
     found = fsdp.full_params(state)
-    return max(float((found[n] - p).abs().max()) for n, p in wanted.items() if p.numel())
+    return far(found, wanted)
 
 
 @pytest.mark.large  # Inductor

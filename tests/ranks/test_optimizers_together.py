@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from support.presets import ranks_of
 from support.problems import mesh_and_placement
-from support.ranks import launch
+from support.ranks import each_rank, launch
 from support.tables import FULL, marked
 from support.torch_optimizers import ByParameter
 
@@ -249,8 +249,14 @@ def test_a_compiled_step_goes_on_after_freeze(kind: str) -> None:
     assert max(launch(compiled, (kind,), nprocs=2 if FULL else 1, processes=True)) < 1e-12
 
 
-def in_parts(kind: str) -> float:
+BY_BUCKET = [kind for kind in IN_GRAPHS if "pair" not in kind and "own" not in kind]
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if " " in k else pytest.mark.large) for k in BY_BUCKET])
+@each_rank(2)
+def test_an_update_in_parts_is_the_same(kind: str) -> None:
     """Updates of one bucket after the other, as lanes on GPUs have them beside the backward; and one of all."""
+    assert optimizer(kind).by_bucket
     state = fsdp.finish_reductions(fsdp.reduce(begun(kind), tree(kind, 2)))
     other = fsdp.finish_reductions(fsdp.reduce(begun(kind), tree(kind, 2)))
     for name in reversed(other.layout.trainable):
@@ -259,16 +265,7 @@ def in_parts(kind: str) -> float:
         assert opt is other.opt or not other.optimizer.by_bucket
     found = fsdp.full_params(fsdp.step(state))
     mine = {path: p.clone() for b in other.main.values() for path, p in extend.gather_leaves(b).items()}
-    return differ(mine, found)
-
-
-BY_BUCKET = [kind for kind in IN_GRAPHS if "pair" not in kind and "own" not in kind]
-
-
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if " " in k else pytest.mark.large) for k in BY_BUCKET])
-def test_an_update_in_parts_is_the_same(kind: str) -> None:
-    assert optimizer(kind).by_bucket
-    assert max(launch(in_parts, (kind,), nprocs=2)) < 1e-12
+    assert differ(mine, found) < 1e-12
 
 
 # ---------------------------------------------------------------- another world
@@ -307,15 +304,12 @@ def test_another_world_reads_it_without_a_template(kind: str, preset: str, ranks
             assert all(torch.equal(kept[path][name], some[name]) for name in {*some} - lacks), path
 
 
-class TogetherAtFullRate(torch.optim.SGD):
+class TogetherAtFullRate(ByParameter):
     """All leaves share a norm, but at a rate of one only."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        (group,) = self.param_groups
-        some = [p for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in some]).norm() if group["lr"] >= 1 else 1.0
-        for p in some:
+    def of_group(self, params: list[Any], group: Any) -> None:
+        norm = torch.stack([p.grad.norm() for p in params]).norm() if group["lr"] >= 1 else 1.0
+        for p in params:
             p.sub_(group["lr"] * p.grad / norm)
 
 
@@ -324,36 +318,31 @@ def test_a_class_whose_rate_changes_is_observed_at_its_first_rate_too() -> None:
         fsdp.from_torch(TogetherAtFullRate, lr=lambda count: 1.0 / (1.0 + count))
 
 
-class KeepsRates(torch.optim.Optimizer):
+class KeepsRates(ByParameter):
     """Keeps the size of a step by its number in the instance, as RAdam of torch_optimizer does for ten steps: a leaf
     that comes late finds those of a rate that was."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr)
         self._sizes: dict[int, float] = {}
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    count = self.state[p]["step"] = self.state[p].get("step", 0) + 1
-                    p.data.sub_(p.grad, alpha=self._sizes.setdefault(count, group["lr"] / count))
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        count = s["step"] = s.get("step", 0) + 1
+        p.sub_(g, alpha=self._sizes.setdefault(count, group["lr"] / count))
 
 
-class MeansRates(torch.optim.Optimizer):
+class MeansRates(ByParameter):
     """Goes by the mean of the last rates, which it keeps in a list of its own."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr)
         self._rates: list[float] = []
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            self._rates.append(group["lr"])
-            last = self._rates[-4:]
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data.sub_(p.grad / p.grad.norm(), alpha=sum(last) / len(last))
+    def of_group(self, params: list[Any], group: Any) -> None:
+        self._rates.append(group["lr"])
+        last = self._rates[-4:]
+        for p in params:
+            p.sub_(p.grad / p.grad.norm(), alpha=sum(last) / len(last))
 
 
 @pytest.mark.parametrize(("cls", "by"), [(KeepsRates, "all"), (MeansRates, "all"), (MeansRates, "leaf")])

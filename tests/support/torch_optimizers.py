@@ -16,9 +16,12 @@ class ByParameter(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.one(p, p.grad, self.state[p], group)
+            self.of_group([p for p in group["params"] if p.grad is not None], group)
+
+    def of_group(self, params: list[Any], group: Any) -> None:
+        """What is done to the parameters of a group that have gradients."""
+        for p in params:
+            self.one(p, p.grad, self.state[p], group)
 
     def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
         """p: the parameter. g: its gradient. s: what is kept of it."""
