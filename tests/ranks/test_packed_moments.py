@@ -19,6 +19,7 @@ from support.chains import Chain
 from support.commands import TORCHAO
 from support.presets import PRESETS
 from support.problems import mesh_and_placement
+from support.ranks import each_rank
 from support.scenario import Scenario, Seen, apart, on_ranks
 
 import functional_fsdp as fsdp
@@ -186,7 +187,8 @@ def padding_of(state: fsdp.State) -> float:
     return most
 
 
-def carried(folder: Path) -> None:
+@each_rank(2)
+def test_checkpoints_copies_layouts_and_skipped_steps_carry_the_bytes(tmp_path: Path) -> None:
     state, model = start("zero3")
     forward_backward, rank = T.forward_backward(model, loss_fn), dist.get_rank()
 
@@ -207,19 +209,19 @@ def carried(folder: Path) -> None:
         return other
 
     same(stepped(copy.deepcopy(state), 2, skip=torch.tensor(True)))
-    fsdp.save(state, folder / "a")
+    fsdp.save(state, tmp_path / "a")
     others = [
         same(copy.deepcopy(state)),
         same(pickle.loads(pickle.dumps(state))),
-        same(fsdp.load(folder / "a", like=start("zero3")[0])),
-        same(fsdp.load(folder / "a", state.spec, state.optimizer)),
+        same(fsdp.load(tmp_path / "a", like=start("zero3")[0])),
+        same(fsdp.load(tmp_path / "a", state.spec, state.optimizer)),
     ]
     nexts = [stepped(one, 2) for one in others]
     after = [planes_of(one) for one in nexts]
     assert all(torch.equal(one[name], after[0][name]) for one in after for name in right)
     assert not any(map(padding_of, nexts))  # the last block of a leaf reaches into it
-    same(fsdp.load(folder / "a", like=start("ddp")[0]))
-    same(fsdp.load(folder / "a", like=start("zero1", units=["blocks"])[0]))
+    same(fsdp.load(tmp_path / "a", like=start("ddp")[0]))
+    same(fsdp.load(tmp_path / "a", like=start("zero1", units=["blocks"])[0]))
     moved, mesh = copy.deepcopy(state), state.spec.mesh
     for placement, units in ((fsdp.ddp("data"), None), (fsdp.zero1("data"), ["blocks"]), (fsdp.zero3("data"), ["*"])):
         moved = same(fsdp.redistribute(moved, fsdp.Spec(mesh, placement, units=units)))  # type: ignore[arg-type]
@@ -228,12 +230,8 @@ def carried(folder: Path) -> None:
     assert not padding_of(stepped(moved, 2))
     assert {path.split(".")[1] for path in (name.split()[-1] for name in planes_of(frozen))} == {"1"}
     with pytest.raises(fsdp.SpecError, match="was written with another optimizer"):
-        fsdp.load(folder / "a", like=start("zero3", None)[0])
+        fsdp.load(tmp_path / "a", like=start("zero3", None)[0])
     assert "mean" in repr(state.opt)
-
-
-def test_checkpoints_copies_layouts_and_skipped_steps_carry_the_bytes(tmp_path: Path) -> None:
-    launch(carried, (tmp_path,), nprocs=2, simulate=True)
 
 
 def missing(moments: Any) -> Tree:
@@ -255,7 +253,9 @@ def test_leaves_without_a_gradient_are_left_out() -> None:
         assert all(torch.allclose(found[path], p, rtol=1e-6) for path, p in right.items())
 
 
-def among_others(codec: fsdp.Codec) -> None:
+@pytest.mark.parametrize("codec", [fsdp.dynamic8(), fsdp.dynamic8(32), fsdp.mxfp8()], ids=str)
+@each_rank(2)
+def test_leaves_of_one_of_several_optimizers(codec: fsdp.Codec) -> None:
     """Two optimizers with packed moments, each of its own leaves, are one with all."""
     mesh: Any = fsdp.local_mesh("cpu")
     leaves, found = {"a": torch.linspace(-1, 1, 150), "b": torch.linspace(1, 2, 5), "c": torch.ones(301)}, []
@@ -267,11 +267,6 @@ def among_others(codec: fsdp.Codec) -> None:
             state = fsdp.step(fsdp.reduce(state, {"unit": grads}))
         found.append(fsdp.full_params(state)["unit"])
     assert all(torch.equal(found[1][path], p) for path, p in found[0].items())
-
-
-@pytest.mark.parametrize("codec", [fsdp.dynamic8(), fsdp.dynamic8(32), fsdp.mxfp8()], ids=str)
-def test_leaves_of_one_of_several_optimizers(codec: fsdp.Codec) -> None:
-    launch(among_others, (codec,), nprocs=2, simulate=True)
 
 
 def test_whole_compiled_steps() -> None:
