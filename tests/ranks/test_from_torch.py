@@ -841,13 +841,13 @@ def test_a_class_that_branches_by_no_count_is_checked_now_and_then_after_a_proof
     monkeypatch.setattr(from_torch, "PROVES", 5)
     for cls in (torch.optim.AdamW, torch.optim.NAdam):
         for lr in (0.1, falling):
-            assert looked(20, cls, lr=lr) <= 5 + 1 + 3  # sequences are proved when they are met; a proof
-    assert looked(20, torch.optim.Adagrad, lr=falling) <= 9
+            assert looked(12, cls, lr=lr) <= 5 + 1 + 3  # sequences are proved when they are met; a proof
+    assert looked(12, torch.optim.Adagrad, lr=falling) <= 9
     rarely = looked(20, torch.optim.AdamW, lr=falling)
     monkeypatch.setattr(from_torch, "EVERY", 4)
     assert looked(20, torch.optim.AdamW, lr=falling) >= rarely + 3  # after the proof, too
     for other in (torch.optim.RAdam, ReadsItsCount, TakesTheRoot, TurnsLater):  # a branch, or nobody knows
-        assert looked(20, other, lr=0.1) >= 20
+        assert looked(12, other, lr=0.1) >= 12
 
 
 def test_steps_of_two_states_with_one_optimizer_are_checked_in_turn() -> None:

@@ -206,8 +206,9 @@ USED: tuple[list[list[int]], ...] = ([[0, 1, 2], [0, 1, 2]], [[0, 1, 2], []], [[
 @pytest.mark.parametrize("preset", ["zero3", "zero2", "ddp"])
 @each_rank(2)
 def test_a_rank_may_use_no_weight_at_all(preset: str) -> None:
-    module, rank = Optional(), dist.get_rank()
+    module = Optional()
     state, model = start(module, preset)
+    rank = dist.get_rank()
     state = fsdp.shard(dict(module.named_parameters()), state.spec, fsdp.sgd(lr=0.5))
     backward = T.forward_backward(model, lambda model, x, which: model(x, which), input_grads=True)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from support.presets import PRESETS
 from support.problems import LOOPS, batch, loss_fn, mesh_and_placement, net
+from support.ranks import by_rank
 from support.scenario import Scenario, alike, apart, run
 from support.tables import FULL, marked
 from support.transactions import Boom, taken
@@ -35,10 +36,6 @@ def scenario(preset: str, way: str, total: str = "native") -> Scenario:
     """Three steps, by the whole tree, by hand, or driven."""
     spec = {"precision": fsdp.Precision(sum=total)}
     return Scenario(model=lambda: net(torch.float32), preset=preset, loop=way, spec=spec, steps=3)
-
-
-def by_rank(handles: Any) -> list[Any]:
-    return [*zip(*(handle.get() for handle in handles), strict=True)]
 
 
 WAYS = (*LOOPS, "driven")

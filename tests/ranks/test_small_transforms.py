@@ -34,8 +34,9 @@ Tree = dict[str, torch.Tensor]
 @pytest.mark.parametrize("preset", ["zero3", "zero1"])
 @each_rank(2)
 def test_accumulate_is_the_mean_over_microbatches(preset: str, has_aux: bool) -> None:
-    case, n, mine = CASES["loose parameters"], 3, dist.get_rank()
-    plain = made(case)
+    case, n = CASES["loose parameters"], 3
+    state, model = start(made(case), preset)
+    mine, plain = dist.get_rank(), made(case)
     losses = [[case.loss_fn(plain, batch_of(case, 0, rank, k)) for k in range(n)] for rank in range(2)]
     torch.stack([loss for row in losses for loss in row]).mean().backward()
     parts = [batch_of(case, 0, mine, k) for k in range(n)]
@@ -45,7 +46,6 @@ def test_accumulate_is_the_mean_over_microbatches(preset: str, has_aux: bool) ->
         assert flag == "as it is"
         return entropy(model, batch), batch["source"].sum()
 
-    state, model = start(made(case), preset)
     if has_aux:
         state, (loss, aux) = T.accumulate(T.forward_backward(model, with_aux, has_aux=True), n)(state, data, "as it is")
         assert [int(a) for a in aux] == [int(part["source"].sum()) for part in parts]

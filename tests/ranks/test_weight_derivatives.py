@@ -247,7 +247,7 @@ def nudged(nets: list[Any]) -> list[Any]:
 @each_rank("nprocs")
 def test_an_ensemble_is_its_members(preset: str, nprocs: int) -> None:
     """In two steps of two microbatches."""
-    nets = nudged([Smooth() for _ in range(3)])
+    nets = nudged([Smooth() for _ in range(2)])
     stacked = {
         path: torch.stack([n.get_parameter(path).detach() for n in nets]) for path, _ in Smooth().named_parameters()
     }
@@ -268,7 +268,7 @@ def test_an_ensemble_is_its_members(preset: str, nprocs: int) -> None:
         got, want = fsdp.full_params(state), [fsdp.full_params(one) for one in alone]
         assert max(far(got[path][i], one[path]) for i, one in enumerate(want) for path in one) < 1e-9, loss
         assert far(total, torch.stack([value for _, value in pairs]).sum()) < 1e-9, loss
-    x = numbers(3, WIDTH, seed=5)
+    x = numbers(2, WIDTH, seed=5)
     state, each = T.apply(model, T.vmap(lambda m, x: m(x), in_dims=0))(state, x)  # a row each
     rows = [T.apply(model)(one, x[i])[1] for i, one in enumerate(alone)]
     assert far(each, torch.stack(rows)) < 1e-9

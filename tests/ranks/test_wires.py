@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from support.presets import PRESETS
 from support.problems import mesh_and_placement
+from support.ranks import each_rank
 from support.tables import each, product
 from support.wired import Net, batch, loss_fn
 
@@ -256,7 +257,18 @@ def test_bytes_on_the_wire() -> None:
 # ---------------------------------------------------------------- who carries the residual
 
 
-def carried(folder: Path, placement: str, axis: str, average: Any) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "placement", "axis", "average"),
+    [
+        (2, "zero3", "", "mean"),
+        pytest.param(4, "hsdp", "replica", "mean", marks=pytest.mark.large),
+        (4, "hsdp", "replica", "sum"),
+    ],
+)
+@each_rank("ranks")
+def test_copies_files_layouts_and_skipped_steps_carry_it(
+    ranks: int, placement: str, axis: str, average: Any, tmp_path: Path
+) -> None:
     precision, more = wired(axis=axis), {"average": average}
     state, model = start(placement, precision, **more)
     forward_backward, rank = T.forward_backward(model, loss_fn), dist.get_rank()
@@ -279,19 +291,19 @@ def carried(folder: Path, placement: str, axis: str, average: Any) -> None:
     same(fsdp.step(forward_backward(copy.deepcopy(state), batch(1, rank))[0], skip=torch.tensor(True)), before)
     poisoned, found = T.any_nonfinite(forward_backward(copy.deepcopy(state), batch(1, rank) * float("nan"))[0])
     same(fsdp.step(poisoned, skip=found), before)
-    fsdp.save(state, folder / "a")
+    fsdp.save(state, tmp_path / "a")
     moved, *copies = (
         copy.deepcopy(state),
         pickle.loads(pickle.dumps(state)),
-        fsdp.load(folder / "a", like=start(placement, precision, **more)[0]),
-        fsdp.load(folder / "a", state.spec, fsdp.sgd(lr=0.1)),
+        fsdp.load(tmp_path / "a", like=start(placement, precision, **more)[0]),
+        fsdp.load(tmp_path / "a", state.spec, fsdp.sgd(lr=0.1)),
         fsdp.replace_params(state, fsdp.full_params(state)),
     )
     for one in (moved, *copies):
         same(one, before)
     others = [("hfsdp", axis), ("hsdp", "shard"), ("ddp on both", axis), ("hsdp", axis), ("hsdp", "")]
     for there, along in others if axis else [("ddp", "")]:
-        loaded = fsdp.load(folder / "a", like=start(there, wired(axis=along), **more)[0])
+        loaded = fsdp.load(tmp_path / "a", like=start(there, wired(axis=along), **more)[0])
         moved = fsdp.redistribute(moved, spec_of(there, wired(axis=along), **more))
         for path, right in owing.items():
             for one in (loaded, moved):
@@ -306,7 +318,7 @@ def carried(folder: Path, placement: str, axis: str, average: Any) -> None:
         assert all(torch.equal(p, params[path]) for path, p in fsdp.full_params(again).items())
     right_of = owed(state)
     for path, (bias, norm) in T.wire_error(state).items():
-        mean = right_of[path].mean() / (1 if average == "mean" else 2 if axis else dist.get_world_size())
+        mean = right_of[path].mean() / (1 if average == "mean" else 2 if axis else ranks)
         assert norm > 0
         assert bias.item() == pytest.approx(mean.item(), abs=1e-6 * norm.item())
     frozen = fsdp.freeze(state, "blocks.0.*")
@@ -314,20 +326,6 @@ def carried(folder: Path, placement: str, axis: str, average: Any) -> None:
     assert {one.bucket.leaves[0].path.split(".")[1] for one in frozen.residual.values()} == {"1"}
     trainable = dict(frozen.spec.trainable)
     assert not fsdp.redistribute(frozen, spec_of(placement, fsdp.Precision(), **more, trainable=trainable)).residual
-
-
-@pytest.mark.parametrize(
-    ("placement", "axis", "average"),
-    [
-        ("zero3", "", "mean"),
-        pytest.param("hsdp", "replica", "mean", marks=pytest.mark.large),
-        ("hsdp", "replica", "sum"),
-    ],
-)
-def test_copies_files_layouts_and_skipped_steps_carry_it(
-    placement: str, axis: str, average: str, tmp_path: Path
-) -> None:
-    launch(carried, (tmp_path, placement, axis, average), nprocs=4 if axis else 2, simulate=True)
 
 
 def read_again(folder: Path, average: str, steps: int) -> Tree:
@@ -352,25 +350,25 @@ def test_another_number_of_ranks_owes_as_much(average: str, tmp_path: Path) -> N
                 assert right[path].any()
 
 
-def old(folder: Path) -> None:
+@each_rank(2)
+def test_checkpoints_without_it_and_states_without_it(tmp_path: Path) -> None:
     state, _ = start("zero3", fsdp.Precision())
-    fsdp.save(state, folder / "plain")
-    loaded = fsdp.load(folder / "plain", like=start("zero3", wired())[0])
+    fsdp.save(state, tmp_path / "plain")
+    loaded = fsdp.load(tmp_path / "plain", like=start("zero3", wired())[0])
     assert not any(b.local.any() for b in loaded.residual.values())
     state, model = start("zero3", wired())
     state = fsdp.step(T.forward_backward(model, loss_fn)(state, batch(0, dist.get_rank()))[0])
-    fsdp.save(state, folder / "packed")
-    assert not fsdp.load(folder / "packed", like=start("zero3", fsdp.Precision())[0]).residual
+    fsdp.save(state, tmp_path / "packed")
+    assert not fsdp.load(tmp_path / "packed", like=start("zero3", fsdp.Precision())[0]).residual
 
 
-def test_checkpoints_without_it_and_states_without_it(tmp_path: Path) -> None:
-    launch(old, (tmp_path,), nprocs=2, simulate=True)
-
-
-def replicas(folder: Path, average: Any) -> None:
+@pytest.mark.parametrize("average", ["mean", "sum"])
+@each_rank(4)
+def test_what_replicas_owe_is_read_where_one_state_goes_on(average: Any, tmp_path: Path) -> None:
     """Two replicas with the same weights, each of which owes what its own gradients have lost, go on as one state on
     all ranks; and as replicas of one rank each."""
     mesh, precision, rank = fsdp.local_mesh(replica=2, shard=2), wired(), dist.get_rank()
+    folder = tmp_path / "saved"
 
     def made(mesh: Any, placement: Any) -> fsdp.State:
         spec = fsdp.Spec(mesh, placement, precision=precision, average=average)
@@ -396,15 +394,12 @@ def replicas(folder: Path, average: Any) -> None:
         assert torch.allclose(one, there[2 * (rank % 2)][path], rtol=1e-2, atol=1e-7), path
 
 
-@pytest.mark.parametrize("average", ["mean", "sum"])
-def test_what_replicas_owe_is_read_where_one_state_goes_on(average: str, tmp_path: Path) -> None:
-    launch(replicas, (tmp_path / "saved", average), nprocs=4, simulate=True)
-
-
-def apart(placement: str, axis: str) -> None:
+@pytest.mark.parametrize(("ranks", "placement", "axis"), [(2, "zero3", ""), (2, "ddp", ""), (4, "hsdp", "replica")])
+@each_rank("ranks")
+def test_what_is_no_gradient_of_the_step_leaves_it(ranks: int, placement: str, axis: str) -> None:
     """What is sent, and is no gradient of a step that is taken."""
-    rank = dist.get_rank()
     state, model = start(placement, wired("nf4", axis=axis), units=["blocks.*"])
+    rank = dist.get_rank()
     forward_backward = T.forward_backward(model, loss_fn)
     state = fsdp.step(forward_backward(state, batch(0, rank))[0])
     before = {path: lost for path, lost in left(state).items() if lost.numel()}
@@ -430,11 +425,6 @@ def apart(placement: str, axis: str) -> None:
     for one in (began, fsdp.replace_grads(copy.deepcopy(state), fsdp.finish_reductions(there))):
         other = left(fsdp.step(one))
         assert all(torch.equal(other[path], lost) for path, lost in left(twin).items())
-
-
-@pytest.mark.parametrize(("placement", "axis"), [("zero3", ""), ("ddp", ""), ("hsdp", "replica")])
-def test_what_is_no_gradient_of_the_step_leaves_it(placement: str, axis: str) -> None:
-    launch(apart, (placement, axis), nprocs=4 if axis else 2, simulate=True)
 
 
 def errors() -> tuple[dict[str, Any], Tree]:
