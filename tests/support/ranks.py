@@ -63,16 +63,23 @@ def launch(
 
 
 def each_rank(
-    nprocs: int | str, *, timeout: float | None = None, processes: bool = False
+    nprocs: int | str, *, processes: bool = False, turns: bool = False, timeout: float | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test whose body, with its assertions, runs on each of so many ranks; a text names the argument that says it."""
+    """A test whose body, with its assertions, runs on each of so many ranks; a text names the argument that says it.
+
+    Args:
+        turns: never on processes: which rank comes first must be known.
+    """
 
     def decorated(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(**given: Any) -> None:
             count = given[nprocs] if isinstance(nprocs, str) else nprocs
-            body_of = body.__module__, body.__name__, given
-            launch(_body_of, body_of, nprocs=count, timeout=timeout, processes=processes)
+            args = body.__module__, body.__name__, given
+            if turns:
+                fsdp.launch(_body_of, args, nprocs=count, timeout=timeout, simulate=True)
+            else:
+                launch(_body_of, args, nprocs=count, timeout=timeout, processes=processes)
 
         return test
 
