@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -13,10 +12,10 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from support.driven import raised
+from support.driven import raised, refused
 from support.driven import start as begin
 from support.problems import Tree, batch, full_grads, largest, mesh_and_placement
-from support.ranks import launch
+from support.ranks import each_rank, launch
 from support.staged import HEAD, loss_fn, noted, plain, stages, start, weights
 from support.tables import each, marked
 from support.transactions import Boom, taken
@@ -102,18 +101,22 @@ def test_per_sample_vjp_under_a_transform() -> None:
     torch.testing.assert_close(torch.func.grad(norm)(a), want)
 
 
-def by_hand(preset: str) -> tuple[Tree, list[str]]:
-    """Unit by unit; and weights that were released."""
+@pytest.mark.parametrize("preset", PRESETS)
+@each_rank(2)
+def test_per_sample_gradients_unit_by_unit(preset: str) -> None:
+    """And of weights that were released."""
     state, model = start(preset)
     data = samples(dist.get_rank())
     cut = stages(model)
-    h, pullbacks = None, {}
+    h: Any = None
+    pullbacks = {}
     for key, fn in cut.items():
         state, w = fsdp.unshard(state, key)
         h, pullbacks[key] = T.per_sample_vjp(lambda w, h, data, fn=fn: fn(w, h, data), w, h, data)
         state = fsdp.release(state, key)
-    assert h is not None
-    said = [raised(lambda: T.per_sample_vjp(cut["blocks.0"], w, h, data)), raised(lambda: pullbacks[HEAD](w, h))]
+    if preset == "zero3":
+        for late in (lambda: T.per_sample_vjp(cut["blocks.0"], w, h, data), lambda: pullbacks[HEAD](w, h)):
+            assert "were released. Gather them first: state, w = unshard(state, " in raised(late)
     dh: Any = torch.ones_like(h)
     found: dict[str, Any] = {}
     for key in reversed(cut):
@@ -124,58 +127,43 @@ def by_hand(preset: str) -> tuple[Tree, list[str]]:
                 path = unit if unit == "embed.weight" else f"{unit}.{name}"
                 found[path] = found.get(path, 0) + g
         state = fsdp.release(state, key)
-    return found, said
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_per_sample_gradients_unit_by_unit(preset: str) -> None:
-    for rank, (found, said) in enumerate(launch(by_hand, (preset,), nprocs=2)):
-        grads, _, _ = per_sample(rank)
-        assert largest(found, grads) < 1e-12
-        if preset == "zero3":
-            assert all("were released. Gather them first: state, w = unshard(state, " in text for text in said)
+    assert largest(found, per_sample(dist.get_rank())[0]) < 1e-12
 
 
 # ---------------------------------------------------------------- per_sample_norms
 
 
-def norms(preset: str, chunk: int | None) -> dict[str, Any]:
+@pytest.mark.parametrize(("preset", "chunk"), each([*PRESETS, "hsdp"], [None, 1, 4]))
+@each_rank(2)
+def test_norms_of_each_samples_gradient(preset: str, chunk: int | None) -> None:
+    rank, both = dist.get_rank(), [per_sample(rank)[0] for rank in range(2)]
+    grads = {k: both[0][k].mean(0) + both[1][k].mean(0) for k in both[0]}
+    trained = {k: p - 0.1 * grads[k] for k, p in weights()[0].items()}
     state, model = start(preset)
-    data, most = samples(dist.get_rank()), list[int]()
+    data, most = samples(rank), list[int]()
     f = T.per_sample_norms(noted(state, stages(model), most), chunk=chunk)
-    found: dict[str, Any] = {"most": most}
-    after, (found["losses"], found["norms"]) = f(state, data)
-    found["between steps"] = after is state and state.between_steps and state.cursor.idle
-    assert not found["losses"].requires_grad
+    after, found = f(state, data)
+    assert after is state
+    assert state.between_steps
+    assert state.cursor.idle
+    assert not found[0].requires_grad
+    torch.testing.assert_close(found, per_sample(rank)[1:], rtol=1e-10, atol=0)
     # in the middle of a step: its gradients stay, and it goes on
     forward_backward = T.forward_backward(model, loss_fn)
     middle, _ = forward_backward(state, data, last_microbatch=False)
     middle, again = f(middle, data)
-    found["again"] = torch.equal(again[0], found["losses"]) and torch.equal(again[1], found["norms"])
+    assert all(map(torch.equal, again, found))
     middle, _ = forward_backward(middle, data)
-    found["grads"] = full_grads(fsdp.finish_reductions(middle))
-    state = fsdp.step(middle)
-    state, (_, found["next"]) = f(state, data)
-    return found
+    middle = fsdp.finish_reductions(middle)
+    assert largest(full_grads(middle), grads) < 1e-12
+    _, (_, later) = f(fsdp.step(middle), data)
+    torch.testing.assert_close(later, per_sample(rank, 0, trained)[2], rtol=1e-10, atol=0)
+    assert max(most) == (0 if preset == "zero2" else 2)
 
 
-@pytest.mark.parametrize(("preset", "chunk"), each([*PRESETS, "hsdp"], [None, 1, 4]))
-def test_norms_of_each_samples_gradient(preset: str, chunk: int | None) -> None:
-    both = [per_sample(rank)[0] for rank in range(2)]
-    grads = {k: both[0][k].mean(0) + both[1][k].mean(0) for k in both[0]}
-    trained = {k: p - 0.1 * grads[k] for k, p in weights()[0].items()}
-    for rank, found in enumerate(launch(norms, (preset, chunk), nprocs=2)):
-        _, losses, want = per_sample(rank)
-        torch.testing.assert_close(found["losses"], losses, rtol=1e-10, atol=0)
-        torch.testing.assert_close(found["norms"], want, rtol=1e-10, atol=0)
-        assert found["between steps"]
-        assert found["again"]
-        assert largest(found["grads"], grads) < 1e-12
-        torch.testing.assert_close(found["next"], per_sample(rank, 0, trained)[2], rtol=1e-10, atol=0)
-        assert max(found["most"]) == (0 if preset == "zero2" else 2)
-
-
-def frozen(preset: str) -> dict[str, Any]:
+@pytest.mark.parametrize("preset", PRESETS)
+@each_rank(2)
+def test_frozen_leaves_and_units_and_pytrees_between_stages(preset: str) -> None:
     """A wholly frozen first unit, a frozen leaf in the second, a pytree between stages, and a number in the batch."""
     g = torch.Generator().manual_seed(0)
     params = {
@@ -184,78 +172,63 @@ def frozen(preset: str) -> dict[str, Any]:
               "fixed": torch.nn.Parameter(torch.randn(4, generator=g), requires_grad=False)},
         "c": {"w": torch.nn.Parameter(torch.randn(4, generator=g))},
     }  # fmt: skip
-    mesh = fsdp.local_mesh()
+    mesh, ids = fsdp.local_mesh(), torch.arange(5) % 4
     state = fsdp.shard(params, fsdp.Spec(mesh, getattr(fsdp, preset)("data")), fsdp.sgd(lr=0.1))
-    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
-    ids = torch.arange(5) % 4
+    xs = [torch.randn(5, 3, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
     cut: dict[Any, Any] = {
         "a": lambda w, h, s: (s["x"] @ w["w"], {"x": s["x"].sum()}),
         "b": lambda w, h, s: (torch.tanh(h[0] @ w["w"] + w["fixed"]), h[1]),
         "c": lambda w, h, s: (h[0] * w["w"] * h[1]["x"]).gather(0, s["id"][None])[0] + h[0].sum() * s["scale"],
     }
-    data = {"x": x, "id": ids, "scale": 0.5}
 
     def loss(p: Any, x: torch.Tensor, i: torch.Tensor) -> Any:
-        h = torch.tanh(x @ params["a"]["w"] @ p["b"] + params["b"]["fixed"])
-        return (h * p["c"] * x.sum()).gather(0, i[None])[0] + h.sum() * 0.5
+        h = torch.tanh(x @ params["a"]["w"] @ p["b.w"] + params["b"]["fixed"])
+        return (h * p["c.w"] * x.sum()).gather(0, i[None])[0] + h.sum() * 0.5
 
-    p = {"b": params["b"]["w"].detach(), "c": params["c"]["w"].detach()}
-    grads, losses = torch.func.vmap(torch.func.grad_and_value(loss), in_dims=(None, 0, 0))(p, x, ids)
-    want = (grads["b"].flatten(1).square().sum(1) + grads["c"].square().sum(1)).sqrt()
-    state, (found_losses, found) = T.per_sample_norms(cut)(state, data)
+    p = {f"{name}.w": params[name]["w"].detach() for name in "bc"}
+    alone = torch.func.vmap(torch.func.grad_and_value(loss), in_dims=(None, 0, 0))
+    wanted, means = [], []
+    for x in xs:
+        grads, losses = alone(p, x, ids)
+        norms = (grads["b.w"].flatten(1).square().sum(1) + grads["c.w"].square().sum(1)).sqrt()
+        assert (norms > 0.5).any()
+        wanted.append((losses, norms))
+        by = (0.5 / norms).clamp(max=1) / 5
+        means.append({key: torch.einsum("b,b...->...", by, grad) for key, grad in grads.items()})
+    data = {"x": xs[dist.get_rank()], "id": ids, "scale": 0.5}
+    state, found = T.per_sample_norms(cut)(state, data)
+    torch.testing.assert_close(found, wanted[dist.get_rank()], rtol=1e-5, atol=1e-6)  # float32
     middle, _ = T.clipped_gradients(cut, max_norm=0.5)(state, data)
-    by = (0.5 / want).clamp(max=1) / 5
-    local = {"b.w": torch.einsum("b,bij->ij", by, grads["b"]), "c.w": by @ grads["c"]}
-    return {"got": (found_losses, found), "want": (losses, want), "local": local,
-            "grads": full_grads(fsdp.finish_reductions(middle))}  # fmt: skip
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_frozen_leaves_and_units_and_pytrees_between_stages(preset: str) -> None:
-    ranks = launch(frozen, (preset,), nprocs=2)
-    for found in ranks:
-        torch.testing.assert_close(found["got"], found["want"], rtol=1e-5, atol=1e-6)  # float32
-        assert (found["want"][1] > 0.5).any()
-        assert found["grads"].keys() == {"b.w", "c.w"}
-        for key, g in found["grads"].items():
-            want = (ranks[0]["local"][key] + ranks[1]["local"][key]) / 2
-            torch.testing.assert_close(g, want, rtol=1e-5, atol=1e-6)
+    mean = {key: (means[0][key] + means[1][key]) / 2 for key in p}
+    torch.testing.assert_close(full_grads(fsdp.finish_reductions(middle)), mean, rtol=1e-5, atol=1e-6)
 
 
 # ---------------------------------------------------------------- clipped_gradients
 
 
-def clipped(preset: str, average: Any, micro: int) -> tuple[torch.Tensor, list[Tree], int]:
+@pytest.mark.parametrize(("preset", "how"), each([*PRESETS, "ddp", "hfsdp"], [("mean", 1), ("mean", 3), ("sum", 1)]))
+@each_rank(2)
+def test_each_samples_gradient_is_clipped(preset: str, how: tuple[Any, int]) -> None:
+    average, micro = how
+    _, _, norms = per_sample(0)
+    assert (norms > BOUND).any()
+    assert (norms < BOUND).any()
     state, model = start(preset, average=average)
     most = list[int]()
     f: Any = T.clipped_gradients(noted(state, stages(model), most), max_norm=BOUND)
     f = f if micro == 1 else T.accumulate(f, micro)
-    grads = []
+    trained, weight = weights()[0], 1 if average == "mean" else 2
     for step in range(2):
+        want = {k: weight * g for k, g in clipped_mean(step=step, trained=trained).items()}
         middle, losses = f(state, samples(dist.get_rank(), step))
-        middle = fsdp.finish_reductions(middle)
-        grads.append(full_grads(middle))
-        state = fsdp.step(middle)
-    return losses, grads, max(most)
-
-
-@pytest.mark.parametrize(("preset", "how"), each([*PRESETS, "ddp", "hfsdp"], [("mean", 1), ("mean", 3), ("sum", 1)]))
-def test_each_samples_gradient_is_clipped(preset: str, how: tuple[str, int]) -> None:
-    average, micro = how
-    _, _, found = per_sample(0)
-    assert (found > BOUND).any()
-    assert (found < BOUND).any()
-    ranks = 1 if average == "mean" else 2
-    first = {k: ranks * g for k, g in clipped_mean().items()}
-    trained = {k: p - 0.1 * first[k] for k, p in weights()[0].items()}
-    second = {k: ranks * g for k, g in clipped_mean(step=1, trained=trained).items()}
-    for rank, (losses, grads, most) in enumerate(launch(clipped, (preset, average, micro), nprocs=2)):
         if micro == 1:
-            torch.testing.assert_close(losses, per_sample(rank, 1, trained)[1], rtol=1e-10, atol=0)
-        assert grads[0].keys() == first.keys()
-        assert largest(grads[0], first) < 1e-12
-        assert largest(grads[1], second) < 1e-12
-        assert most <= 2
+            torch.testing.assert_close(losses, per_sample(dist.get_rank(), step, trained)[1], rtol=1e-10, atol=0)
+        middle = fsdp.finish_reductions(middle)
+        grads = full_grads(middle)
+        assert grads.keys() == want.keys()
+        assert largest(grads, want) < 1e-12
+        state, trained = fsdp.step(middle), {k: p - 0.1 * want[k] for k, p in trained.items()}
+    assert max(most) <= 2
 
 
 # ---------------------------------------------------------------- noise
@@ -351,95 +324,93 @@ def test_noise_in_blocks() -> None:
 # ---------------------------------------------------------------- one rank, and bfloat16
 
 
-def narrow(preset: str) -> dict[str, Any]:
+@pytest.mark.parametrize("ranks", [1, 2])
+@each_rank("ranks")
+def test_in_bfloat16_and_on_one_rank(ranks: int) -> None:
     """Compute in bfloat16, from main weights in float32, beside the same in float64."""
-    state, model = start(preset, precision=fsdp.Precision(main=torch.float32, compute=torch.bfloat16))
+    state, model = start("zero3", precision=fsdp.Precision(main=torch.float32, compute=torch.bfloat16))
     data, cut = samples(dist.get_rank()), stages(model)
     _, (_, norms) = T.per_sample_norms(cut)(state, data)
+    assert norms.dtype is torch.float32
+    torch.testing.assert_close(norms.double(), per_sample(dist.get_rank())[2], rtol=0.05, atol=0)  # 8 bits
     middle, losses = T.clipped_gradients(cut, max_norm=BOUND, noise=0.1)(state, data)
     _, (_, hv) = T.hvp(cut)(state, dict(state.main), data)
+    assert all(b.local.isfinite().all() for b in hv.values())
     dtypes = {losses.dtype, *(buffer.local.dtype for buffer in (*middle.grads.values(), *hv.values()))}
-    return {"norms": norms, "dtypes": dtypes, "finite": all(b.local.isfinite().all() for b in hv.values())}
+    assert dtypes == {torch.bfloat16, torch.float32}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_in_bfloat16_and_on_one_rank(ranks: int) -> None:
-    for rank, found in enumerate(launch(narrow, ("zero3",), nprocs=ranks)):
-        assert found["norms"].dtype is torch.float32
-        torch.testing.assert_close(found["norms"].double(), per_sample(rank)[2], rtol=0.05, atol=0)  # 8 bits
-        assert found["dtypes"] == {torch.bfloat16, torch.float32}
-        assert found["finite"]
-
-
-def of_two_sizes(sizes: tuple[int, int], scale: Any) -> tuple[torch.Tensor, list[str], float]:
-    """Noise of two microbatches of these sizes, what stays in the state, and the noise of the next step, of one sample
-    that is weighed by 1 / 100."""
+@pytest.mark.parametrize(("sizes", "scale"), [((2, 6), 0.5), ((6, 2), 0.5), ((6, 2), torch.tensor(0.5))])
+@each_rank(2)
+def test_noise_hides_the_sample_that_weighs_most(sizes: tuple[int, int], scale: Any) -> None:
+    """Of two microbatches of these sizes; and in the next step of one sample that is weighed by 1 / 100."""
     spec = fsdp.Spec(fsdp.local_mesh(), fsdp.zero2("data"))
     state = fsdp.shard({"a": {"w": torch.zeros(WIDE)}}, spec, fsdp.sgd(lr=0.1))
     f: Any = T.clipped_gradients({"a": lambda w, h, s: s * 0 * w["w"].sum()}, max_norm=0.5, noise=3.0)
     for size, last in zip(sizes, (False, True), strict=True):
         state, _ = f(state, torch.ones(size), last_microbatch=last, scale=scale)
     draws = full_grads(state)["a.w"].flatten()
+    want = 3.0 * 0.5 * 0.5 / 2 / 2  # noise · max_norm · scale / samples of the smallest microbatch / ranks
+    assert abs(draws.std() / want - 1) < 5 / math.sqrt(2 * WIDE)
     state = fsdp.step(state)
-    left = [*state.extras]
+    assert [*state.extras] == []
     state, _ = f(state, torch.ones(1), scale=0.01)
-    return draws, left, full_grads(state)["a.w"].std().item()
+    after = full_grads(state)["a.w"].std().item()
+    assert abs(after / (3.0 * 0.5 * 0.01 / 2) - 1) < 5 / math.sqrt(2 * WIDE)
 
 
-@pytest.mark.parametrize(("sizes", "scale"), [((2, 6), 0.5), ((6, 2), 0.5), ((6, 2), torch.tensor(0.5))])
-def test_noise_hides_the_sample_that_weighs_most(sizes: tuple[int, int], scale: Any) -> None:
-    for draws, left, after in launch(of_two_sizes, (sizes, scale), nprocs=2):
-        want = 3.0 * 0.5 * 0.5 / 2 / 2  # noise · max_norm · scale / samples of the smallest microbatch / ranks
-        assert abs(draws.std() / want - 1) < 5 / math.sqrt(2 * WIDE)
-        assert left == []
-        assert abs(after / (3.0 * 0.5 * 0.01 / 2) - 1) < 5 / math.sqrt(2 * WIDE)
-
-
-def noise_apart() -> list[str]:
+@each_rank(2)
+def test_ranks_that_add_other_noise_hear_of_it() -> None:
     """max_norm, noise, or the number of samples differ between ranks."""
-    found, mesh, rank = [], fsdp.local_mesh(), dist.get_rank()
+    mesh, rank = fsdp.local_mesh(), dist.get_rank()
     for norm, noise, size in ((1.0 + rank, 1.0, 4), (1.0, 1.0 + rank, 4), (1.0, 1.0, 4 + rank)):
         state = fsdp.shard({"a": {"w": torch.zeros(5)}}, fsdp.Spec(mesh, fsdp.ddp("data")), fsdp.sgd(lr=0.1))
         cut: Any = {"a": lambda w, h, s: s * w["w"].sum()}
         state, _ = T.clipped_gradients(cut, max_norm=norm, noise=noise)(state, torch.ones(size))
-        found.append(raised(partial(fsdp.step, state)))
-    return found
-
-
-def test_ranks_that_add_other_noise_hear_of_it() -> None:
-    for found in launch(noise_apart, nprocs=2):
-        assert len(found) == 3
-        assert all("by other noise" in said for said in found)
+        refused((partial(fsdp.step, state), "by other noise"))
 
 
 # ---------------------------------------------------------------- errors
 
 
-def refused() -> list[str]:
+@each_rank(2)
+def test_what_is_wrong_says_so() -> None:
     state, model = start("zero3")
     data, cut = samples(dist.get_rank()), stages(model)
-    calls: list[Callable[[], Any]] = [
-        lambda: T.per_sample_norms(cut, chunk=0),
-        lambda: T.per_sample_norms(cut)(state, (data[0], data[1][:4])),
-        lambda: T.per_sample_norms(cut)(state, 3.0),
-        lambda: T.per_sample_norms({**cut, HEAD: lambda w, h, s: h.sum(-1)})(state, data),
-        lambda: T.clipped_gradients({k: fn for k, fn in cut.items() if k != "blocks.2"}, max_norm=1.0)(state, data),
-        lambda: T.per_sample_vjp(lambda w, x: x, {}, data[0])[1]({}, data[0][:4]),
-    ]
-    said = [raised(call) for call in calls]
+    without = {k: fn for k, fn in cut.items() if k != "blocks.2"}
+    refused(
+        (lambda: T.per_sample_norms(cut, chunk=0),
+         "SpecError: per_sample_norms(chunk=0): expected a number of samples of at least 1"),
+        (lambda: T.per_sample_norms(cut)(state, (data[0], data[1][:4])),
+         "shapes (6, 5) and (4, 5); expected the same number of samples in dim 0, got 6 and 4."),
+        (lambda: T.per_sample_norms(cut)(state, 3.0), "nothing in the batch has a leading dim of samples"),
+        (lambda: T.per_sample_norms({**cut, HEAD: lambda w, h, s: h.sum(-1)})(state, data),
+         "the last stage, ('embed.weight', 'tail'), returned a tensor of shape (5,)"),
+        (lambda: T.clipped_gradients(without, max_norm=1.0)(state, data),
+         "clipped_gradients: no stage uses the unit 'blocks.2'"),
+        (lambda: T.per_sample_vjp(lambda w, x: x, {}, data[0])[1]({}, data[0][:4]),
+         "pullback: cotangents of 4 samples; the forward had 6."),
+    )  # fmt: skip
     state, _ = T.clipped_gradients(cut, max_norm=BOUND)(state, data)
-    return [*said, str(largest(full_grads(fsdp.finish_reductions(state)), clipped_mean()))]
+    assert largest(full_grads(fsdp.finish_reductions(state)), clipped_mean()) < 1e-12
 
 
-def test_what_is_wrong_says_so() -> None:
-    for chunk, rows, none, scalar, missing, cotangents, fine in launch(refused, nprocs=2):
-        assert "SpecError: per_sample_norms(chunk=0): expected a number of samples of at least 1" in chunk
-        assert "shapes (6, 5) and (4, 5); expected the same number of samples in dim 0, got 6 and 4." in rows
-        assert "nothing in the batch has a leading dim of samples" in none
-        assert "the last stage, ('embed.weight', 'tail'), returned a tensor of shape (5,)" in scalar
-        assert "clipped_gradients: no stage uses the unit 'blocks.2'" in missing
-        assert "pullback: cotangents of 4 samples; the forward had 6." in cotangents
-        assert float(fine) < 1e-12
+@each_rank(1)
+def test_norms_and_keys_that_mean_nothing_are_refused() -> None:
+    stages: dict[Any, Any] = {"a": lambda w, h, sample: (w["w"] * sample).sum()}
+    state = fsdp.shard({"a": {"w": torch.ones(3)}}, fsdp.Spec(fsdp.local_mesh(), units=["a"]), fsdp.sgd(lr=0.1))
+    for value in (float("inf"), float("nan"), 0.0):
+        said = "expected a finite norm above 0"
+        refused((partial(T.clipped_gradients, stages, max_norm=value), "SpecError: clipped_gradients(max_norm=", said))
+    for value in (float("inf"), -1.0):
+        said = f"SpecError: clipped_gradients(noise={value}): expected a finite multiplier of at least 0."
+        refused((partial(T.clipped_gradients, stages, max_norm=1.0, noise=value), said))
+    refused(
+        (lambda: T.per_sample_norms({("a", "a"): stages["a"]}), "SpecError", "the key ('a', 'a') names a unit twice"),
+        (lambda: T.per_sample_norms(stages)(state, torch.ones(0, 3)),
+         "TreeError", "a batch without samples: a tensor of shape (0, 3)"),
+    )  # fmt: skip
+    assert state.cursor.idle  # nothing was gathered
 
 
 # ---------------------------------------------------------------- transactions
@@ -502,27 +473,6 @@ def test_an_error_in_a_stage_costs_nothing(way: str, where: int, who: tuple[int,
         assert all(torch.equal(a[key], b[key]) for a, b in zip(seen, good, strict=True) for key in b)
 
 
-def test_norms_and_keys_that_mean_nothing_are_refused() -> None:
-    stages = {"a": lambda w, h, sample: sample.sum()}
-    for value in (float("inf"), float("nan"), 0.0):
-        with pytest.raises(fsdp.SpecError, match=r"clipped_gradients\(max_norm=.*expected a finite norm above 0"):
-            T.clipped_gradients(stages, max_norm=value)
-    for value in (float("inf"), -1.0):
-        said = rf"clipped_gradients\(noise={value}\): expected a finite multiplier of at least 0\."
-        with pytest.raises(fsdp.SpecError, match=said):
-            T.clipped_gradients(stages, max_norm=1.0, noise=value)
-    with pytest.raises(fsdp.SpecError, match=r"the key \('a', 'a'\) names a unit twice"):
-        T.per_sample_norms({("a", "a"): lambda w, h, sample: sample.sum()})
-
-
-def test_a_batch_without_samples_is_an_error_before_anything_is_gathered() -> None:
-    state = fsdp.shard({"a": {"w": torch.ones(3)}}, fsdp.Spec(fsdp.local_mesh(), units=["a"]), fsdp.sgd(lr=0.1))
-    norms = T.per_sample_norms({"a": lambda w, h, sample: (w["w"] * sample).sum()})
-    with pytest.raises(fsdp.TreeError, match=r"a batch without samples: a tensor of shape \(0, 3\)"):
-        norms(state, torch.ones(0, 3))
-    assert state.cursor.idle
-
-
 # ---------------------------------------------------------------- embeddings with a padding index
 
 
@@ -538,46 +488,38 @@ class Padded(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens) + F.embedding(tokens % 4, self.table, padding_idx=-2)
-        out: torch.Tensor = self.head(x.tanh()).sin()
-        return out
+        return self.head(x.tanh()).sin()
 
 
 def of_tokens(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(tokens).square().mean()
-    return loss
+    return model(tokens).square().mean()
 
 
-def padded() -> dict[str, float]:
-    tokens, found = torch.tensor([[1, 2, 1, 4], [0, 1, 2, 3], [1, 1, 1, 2]]), {}
+@each_rank(2)
+def test_the_row_of_a_padding_index_gets_no_gradient_from_lookups() -> None:
+    tokens, each = torch.tensor([[1, 2, 1, 4], [0, 1, 2, 3], [1, 1, 1, 2]]), []
     state, model = begin(Padded())
-    each = []
     for row in tokens:
         module = Padded()
         of_tokens(module, row[None]).backward()
         each.append({path: p.grad for path, p in module.named_parameters() if p.grad is not None})
     want = torch.stack([torch.stack([g.square().sum() for g in one.values()]).sum().sqrt() for one in each])
     state, (_, norms) = T.per_sample_norms(model, of_tokens)(state, tokens)
-    found["norms"] = float((norms - want).abs().max())
+    assert (norms - want).abs().max() < 1e-9
     params = {path: torch.stack([leaf] * 3) for path, leaf in fsdp.full_params(state).items()}
     params["head.weight"] = params["embed.weight"]
     members = fsdp.shard(params, state.spec, fsdp.sgd(lr=0.1))
     ensemble = T.vmap(of_tokens, in_dims=0)
     members, _ = T.forward_backward(model, lambda m, tokens: ensemble(m, tokens).sum())(members, tokens)
     got = full_grads(fsdp.finish_reductions(members))
-    found["members"] = max(float((got[path][i] - one[path]).abs().max()) for i, one in enumerate(each) for path in one)
+    assert all((got[path][i] - one[path]).abs().max() < 1e-9 for i, one in enumerate(each) for path in one)
     members = fsdp.drop_gradients(members)
     slope = T.jvp(model, lambda m, tokens: ensemble(m, tokens).sum())(members, members.main, tokens)[1][1]
     module = Padded()
     at = {path: p.detach() for path, p in module.named_parameters()}
     called = lambda w: [of_tokens(partial(torch.func.functional_call, module, w), row[None]) for row in tokens]  # noqa: E731
     alone = torch.func.jvp(called, (at,), (at,))[1]
-    found["moved"] = float((slope - torch.stack(alone).sum()).abs())
-    return found
-
-
-def test_the_row_of_a_padding_index_gets_no_gradient_from_lookups() -> None:
-    for found in launch(padded, nprocs=2):
-        assert max(found.values()) < 1e-9, found
+    assert (slope - torch.stack(alone).sum()).abs() < 1e-9
 
 
 class Reads(nn.Module):
@@ -590,16 +532,12 @@ class Reads(nn.Module):
         return y * x.sum().item() if self.what == "value" else y[y > 0]
 
 
-def reads() -> list[str]:
-    said = []
-    for what in ("value", "shape"):
-        state, model = begin(nn.Sequential(Reads(what)))
-        f = T.per_sample_norms(model, lambda m, x: m(x).sum())
-        said.append(raised(lambda f=f, state=state: f(state, torch.ones(2, 3, dtype=torch.float64))))  # type: ignore[misc]
-    return said
-
-
-def test_what_follows_from_values_is_named() -> None:
-    value, shape = launch(reads, nprocs=1)[0]
-    assert value.startswith("TreeError: per_sample_norms: the model itself reads a value, which differs from sample to")
-    assert shape.startswith("TreeError: per_sample_norms: the model itself makes a tensor whose shape follows from val")
+@pytest.mark.parametrize(("what", "said"), [
+    ("value", "reads a value, which differs from sample to"), ("shape", "makes a tensor whose shape follows from val"),
+])  # fmt: skip
+@each_rank(1)
+def test_what_follows_from_values_is_named(what: str, said: str) -> None:
+    state, model = begin(nn.Sequential(Reads(what)))
+    norms = T.per_sample_norms(model, lambda m, x: m(x).sum())
+    x = torch.ones(2, 3, dtype=torch.float64)
+    refused((lambda: norms(state, x), f"TreeError: per_sample_norms: the model itself {said}"))
