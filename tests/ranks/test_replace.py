@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.utils._pytree as pytree
+from support.driven import refused
 from support.presets import PRESETS
 from support.problems import LOOPS, Tree, batch, loss_fn, mesh_and_placement, net
-from support.ranks import launch
+from support.ranks import each_rank
 from support.tables import marked
 
 import functional_fsdp as fsdp
@@ -58,7 +59,9 @@ def forms(state: fsdp.State, whole: Tree) -> dict[str, Any]:
     }
 
 
-def replaced(preset: str) -> dict[str, Any]:
+@pytest.mark.parametrize("preset", marked([(p,) for p in PRESETS], [("hfsdp",)]))
+@each_rank(2)
+def test_every_reader_sees_the_new_weights(preset: str) -> None:
     """Weights are the new ones for every reader, and training from them is training from them."""
     state, model = begin(preset)
     data = batch(0, dist.get_rank())
@@ -66,34 +69,27 @@ def replaced(preset: str) -> dict[str, Any]:
     state = fsdp.step(forward_backward(state, data)[0])
     before = bits(state)
     new = {path: (leaf * 0.5 + 0.25).float().double() for path, leaf in fsdp.full_params(state).items()}
-    found: dict[str, Any] = {}
     for name, params in forms(state, new).items():
         for optimizer in (True, False):
             there = fsdp.replace_params(state, params, optimizer=optimizer)
             assert there.between_steps
             assert there.steps == 1
             assert fsdp.full_params(there).keys() == new.keys()
-            off = largest(fsdp.full_params(there), new)
-            off = max(off, largest(fsdp.unshard(copy.deepcopy(there))[1], new))
+            assert largest(fsdp.full_params(there), new) == 0, name
+            assert largest(fsdp.unshard(copy.deepcopy(there))[1], new) == 0, name
             there, logits = T.apply(model)(there, data[0])
-            off = max(off, (logits - fsdp.bind(model, new)(data[0])).abs().max().item())
-            found[f"{name} {optimizer}"] = off
+            assert torch.equal(logits, fsdp.bind(model, new)(data[0])), name
     there = fsdp.replace_params(state, new)
     assert bits(there)[len(state.main) + len(state.weights) :] == before[len(state.main) + len(state.weights) :]
     moved = fsdp.step(forward_backward(there, data)[0])
     assert bits(state) == before, "a step of the new lineage wrote to the old one"
     assert fsdp.step(forward_backward(state, data)[0]).steps == moved.steps == 2
-    return found
 
 
-@pytest.mark.parametrize("preset", marked([(p,) for p in PRESETS], [("hfsdp",)]))
-def test_every_reader_sees_the_new_weights(preset: str) -> None:
-    for found in launch(replaced, (preset,), nprocs=2):
-        assert all(off == 0 for off in found.values()), found
-
-
-def from_the_middle(preset: str) -> bool:
-    """A state with gradients: the new one has none, and the step of the old one goes on."""
+@pytest.mark.parametrize("preset", ["zero3", "hfsdp"])
+@each_rank(2)
+def test_a_step_goes_on_where_weights_were_replaced_in_its_middle(preset: str) -> None:
+    """The new state has no gradients."""
     state, model = begin(preset)
     plain = fsdp.step(T.forward_backward(model, loss_fn)(copy.deepcopy(state), batch(0, dist.get_rank()))[0])
     middle, _ = T.forward_backward(model, loss_fn)(state, batch(0, dist.get_rank()))
@@ -101,12 +97,7 @@ def from_the_middle(preset: str) -> bool:
     assert there.grads == {}
     assert there.between_steps
     assert bits(there) == bits(state)
-    return bits(fsdp.step(middle)) == bits(plain)
-
-
-def test_a_step_goes_on_where_weights_were_replaced_in_its_middle() -> None:
-    for preset in ("zero3", "hfsdp"):
-        assert launch(from_the_middle, (preset,), nprocs=2) == [True, True]
+    assert bits(fsdp.step(middle)) == bits(plain)
 
 
 def test_without_an_optimizer_it_is_for_evaluation() -> None:
@@ -119,37 +110,23 @@ def test_without_an_optimizer_it_is_for_evaluation() -> None:
 
 
 WRONG: dict[str, tuple[Callable[[fsdp.State, Tree], Any], str]] = {
-    "lacks": (
-        lambda s, p: {k: v for k, v in p.items() if k != "tail.pair"},
-        r"lacks 'tail\.pair' \(\d+ leaves, expected \d+\)",
-    ),
+    "lacks": (lambda s, p: {k: v for k, v in p.items() if k != "tail.pair"},
+              r"lacks 'tail\.pair' \(\d+ leaves, expected \d+\)"),
     "unknown": (lambda s, p: {**p, "more": torch.ones(2)}, r"has the unknown 'more'"),
-    "shape": (
-        lambda s, p: {**p, "tail.pair": torch.ones(3, dtype=torch.float64)},
-        r"'tail\.pair' has shape \(3,\); expected its global shape \(2,\)",
-    ),
-    "transposed": (
-        lambda s, p: {**p, "blocks.0.up.weight": p["blocks.0.up.weight"].T},
-        r"has shape \(7, 21\); expected its global shape \(21, 7\)",
-    ),
-    "dtype": (
-        lambda s, p: {k: v.float() for k, v in p.items()},
-        r"'embed\.weight' is torch\.float32; expected torch\.float64",
-    ),
+    "shape": (lambda s, p: {**p, "tail.pair": torch.ones(3, dtype=torch.float64)},
+              r"'tail\.pair' has shape \(3,\); expected its global shape \(2,\)"),
+    "transposed": (lambda s, p: {**p, "blocks.0.up.weight": p["blocks.0.up.weight"].T},
+                   r"has shape \(7, 21\); expected its global shape \(21, 7\)"),
+    "dtype": (lambda s, p: {k: v.float() for k, v in p.items()},
+              r"'embed\.weight' is torch\.float32; expected torch\.float64"),
     "no tensor": (lambda s, p: {**p, "tail.pair": 3.0}, r"'tail\.pair' is a float; expected a tensor"),
-    "tied": (
-        lambda s, p: {**p, "head.weight": p["head.weight"] + 1},
-        r"'embed\.weight' and 'head\.weight' are one tied leaf, and were given different values",
-    ),
-    "buckets": (
-        lambda s, p: {"embed.weight": s.main["embed.weight"]},
-        r"expected \{bucket: FlatBuffer\} for 'embed\.weight'",
-    ),
-    "gradients": (
-        lambda s, p: {k: b.but(b.local.float()) for k, b in s.main.items()},
-        r"the bucket 'embed\.weight' is .* expected .* elements of torch\.float64",
-    ),
-}
+    "tied": (lambda s, p: {**p, "head.weight": p["head.weight"] + 1},
+             r"'embed\.weight' and 'head\.weight' are one tied leaf, and were given different values"),
+    "buckets": (lambda s, p: {"embed.weight": s.main["embed.weight"]},
+                r"expected \{bucket: FlatBuffer\} for 'embed\.weight'"),
+    "gradients": (lambda s, p: {k: b.but(b.local.float()) for k, b in s.main.items()},
+                  r"the bucket 'embed\.weight' is .* expected .* elements of torch\.float64"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -174,81 +151,60 @@ def test_who_may_not_replace() -> None:
     assert fsdp.replace_params(after, params).steps == 1
 
 
-def ranks_that_differ(preset: str) -> list[str]:
-    """What each rank is told when one rank's weights are other ones, and when one rank's do not fit."""
+@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+@each_rank(2)
+def test_ranks_that_differ_are_told_so(preset: str) -> None:
+    """One rank's weights are other ones, or do not fit; or parts that both ranks hold differ."""
     state, _ = begin(preset)
-    before, said = bits(state), []
-    params = fsdp.full_params(state)
+    before, params, mine = bits(state), fsdp.full_params(state), fsdp.local_shards(state)
     second = dist.get_rank() == 1
-    cases: list[Any] = [
-        {**params, "blocks.0.up.weight": params["blocks.0.up.weight"] + second},
-        {**params, "tail.pair": torch.ones(3, dtype=torch.float64) if second else params["tail.pair"]},
-    ]
-    if preset == "ddp":  # parts that both ranks hold
-        mine = fsdp.local_shards(state)
-        cases.append({path: part + second if path == "tail.pair" else part for path, part in mine.items()})
-    for case in cases:
-        with pytest.raises(fsdp.TreeError) as error:
-            fsdp.replace_params(state, case)
-        said.append(str(error.value))
+    other = {**params, "blocks.0.up.weight": params["blocks.0.up.weight"] + second}
+    larger = {**params, "tail.pair": torch.ones(3, dtype=torch.float64) if second else params["tail.pair"]}
+    parts = {path: part + second if path == "tail.pair" else part for path, part in mine.items()}
+    met = "TreeError: replace_params: " + ("" if second else "rank 1 met TreeError: ")
+    said = "replace_params: ranks have different values"
+    refused(
+        (lambda: fsdp.replace_params(state, other), said, "blocks.0.up.weight"),
+        (lambda: fsdp.replace_params(state, larger), f"{met}the leaf 'tail.pair' has shape (3,)"),
+        *([(lambda: fsdp.replace_params(state, parts), said, "tail.pair")] if preset == "ddp" else []),
+    )
     assert bits(state) == before
     there = fsdp.replace_params(state, params)  # and ranks are together
     assert largest(fsdp.full_params(there), params) == 0
-    return said
-
-
-def test_ranks_that_differ_are_told_so() -> None:
-    for preset in ("zero3", "ddp"):
-        first, second = launch(ranks_that_differ, (preset,), nprocs=2)
-        assert first[0] == second[0]
-        assert "replace_params: ranks have different values" in first[0]
-        assert "blocks.0.up.weight" in first[0]
-        assert "replace_params: rank 1 met TreeError: the leaf 'tail.pair' has shape (3,)" in first[1]
-        assert second[1].startswith("replace_params: the leaf 'tail.pair' has shape (3,)")
-        if preset == "ddp":
-            assert "ranks have different values" in first[2]
-            assert "tail.pair" in first[2]
 
 
 # ---------------------------------------------------------------- an average
 
 
-def averaged(preset: str, folder: str) -> tuple[Tree, float, Tree, Tree]:
+@pytest.mark.parametrize("preset", marked([(p,) for p in PRESETS], [("zero2",), ("hsdp",)]))
+@each_rank(2)
+def test_an_average_of_the_weights_beside_the_plain_module(preset: str, tmp_path: Path) -> None:
     import ema
 
+    plain = net()
+    means = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
     state, model = begin(preset, fsdp.sgd(lr=0.1))
     state = ema.with_ema(state)
-    forward_backward, seen = T.forward_backward(model, loss_fn), {}
+    forward_backward = T.forward_backward(model, loss_fn)
     for step in range(3):
+        optimizer.zero_grad()
+        sum(loss_fn(plain, batch(step, rank)) / 2 for rank in range(2)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        means = {name: p.detach().lerp(means[name], 0.5) for name, p in plain.named_parameters()}
         state = fsdp.step(forward_backward(state, batch(step, dist.get_rank()))[0])
         state = ema.update(state, 0.5)
         average = ema.averaged(state)  # in every step, and training goes on from the raw one
         _, loss = T.apply(model, loss_fn)(average, batch(9, 0))
         seen = fsdp.full_params(average)
+        assert largest(seen, means) < 1e-12
+    want = loss_fn(lambda x: torch.func.functional_call(plain, means, (x,)), batch(9, 0))
+    assert abs(loss - want) < 1e-12
+    assert largest(fsdp.full_params(state), {name: p.detach() for name, p in plain.named_parameters()}) < 1e-12
     _, raw = T.apply(model, loss_fn)(state, batch(9, 0))
     assert raw.item() != loss.item()
-    loaded = ema.averaged(fsdp.load(fsdp.save(state, folder), like=state))
+    loaded = ema.averaged(fsdp.load(fsdp.save(state, tmp_path / "saved"), like=state))
     assert all(torch.equal(leaf, seen[path]) for path, leaf in fsdp.full_params(loaded).items())
-    return seen, loss.item(), fsdp.full_params(state), fsdp.full_params(average)
-
-
-@pytest.mark.parametrize("preset", marked([(p,) for p in PRESETS], [("zero2",), ("hsdp",)]))
-def test_an_average_of_the_weights_beside_the_plain_module(preset: str, tmp_path: Path) -> None:
-    model = net()
-    average = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        sum(loss_fn(model, batch(step, rank)) / 2 for rank in range(2)).backward()  # type: ignore[union-attr]
-        optimizer.step()
-        average = {name: p.detach().lerp(average[name], 0.5) for name, p in model.named_parameters()}
-    plain = torch.func.functional_call(model, average, (batch(9, 0)[0],))
-    want = nn.functional.cross_entropy(plain.flatten(0, 1), batch(9, 0)[1].flatten()).item()
-    for got, loss, raw, again in launch(averaged, (preset, str(tmp_path / "saved")), nprocs=2):
-        assert largest(got, average) < 1e-12
-        assert largest(again, average) < 1e-12
-        assert largest(raw, {name: p.detach() for name, p in model.named_parameters()}) < 1e-12
-        assert abs(loss - want) < 1e-12
 
 
 # ---------------------------------------------------------------- gradients
@@ -269,10 +225,10 @@ def test_gradients_of_another_state() -> None:
     assert largest(fsdp.full_params(fsdp.step(middle)), expected) == 0
 
 
-def put_in_between() -> dict[str, list[torch.Tensor]]:
-    """This rank's gradients of two microbatches, each alone, and of both where the first's are replaced in between."""
+@each_rank(2)
+def test_gradients_that_were_put_into_a_state_are_those_that_the_next_ones_add_to() -> None:
+    """Of two microbatches, each alone, and of both where the first's are replaced in between."""
     state, model = begin("zero3", fsdp.sgd(lr=1.0))
-    found = {}
 
     def gradients(state: fsdp.State, micro: int) -> fsdp.State:
         return fsdp.finish_reductions(LOOPS["by_unit"](model, state, batch(0, dist.get_rank(), micro), True)[0])
@@ -280,22 +236,14 @@ def put_in_between() -> dict[str, list[torch.Tensor]]:
     def local(state: fsdp.State) -> list[torch.Tensor]:
         return [buffer.local.clone() for buffer in state.grads.values()]
 
-    for micro in range(2):
-        found[f"alone {micro}"] = local(gradients(copy.deepcopy(state), micro))
+    first, second = (local(gradients(copy.deepcopy(state), micro)) for micro in range(2))
+    assert any(one.abs().max() > 1e-3 for one in first if one.numel())
     state = gradients(state, 0)
     others = {name: buffer.but(buffer.local * 4) for name, buffer in state.grads.items()}
     state, _ = fsdp.unshard(fsdp.extend.evolve(state, grads=others), state.units[0])
-    found["seen"] = local(state)
-    found["both"] = local(gradients(fsdp.release(state, state.units[0]), 1))
-    return found
-
-
-def test_gradients_that_were_put_into_a_state_are_those_that_the_next_ones_add_to() -> None:
-    for found in launch(put_in_between, nprocs=2):
-        assert any(first.abs().max() > 1e-3 for first in found["alone 0"] if first.numel())
-        for first, second, seen, both in zip(*found.values(), strict=True):
-            assert torch.equal(seen, 4 * first)
-            torch.testing.assert_close(both, 4 * first + second, rtol=0, atol=1e-12)
+    assert all(map(torch.equal, local(state), (4 * one for one in first)))
+    both = local(gradients(fsdp.release(state, state.units[0]), 1))
+    torch.testing.assert_close(both, [4 * a + b for a, b in zip(first, second, strict=True)], rtol=0, atol=1e-12)
 
 
 def test_which_leaves_got_a_gradient_comes_along() -> None:
