@@ -46,11 +46,15 @@ def stepped(state: fsdp.State, model: Any, n: int = 1) -> fsdp.State:
     return state
 
 
-def streamed(kind: str, folder: str) -> Any:
-    """Names and bits of a stream are those of the files."""
-    state, model = made(kind)
-    state = stepped(state, model)
-    found = {}
+def all_of(state: fsdp.State, **how: Any) -> dict[str, torch.Tensor]:
+    """What a stream gives, copied."""
+    return {name: leaf.clone() for _, named in fsdp.stream(state, **how) for name, leaf in named.items()}
+
+
+@pytest.mark.parametrize("kind", ["zero3", "zero1", "ddp"])
+@each_rank(2)
+def test_a_stream_has_the_names_and_bits_of_the_files(kind: str, tmp_path: Path) -> None:
+    state = stepped(*made(kind))
     for name, cut, dtype in (("plain", None, None), ("cut", CUT, torch.bfloat16)):
         got: dict[str, torch.Tensor] = {}
         units = []
@@ -58,23 +62,17 @@ def streamed(kind: str, folder: str) -> Any:
             units.append(unit)
             assert not got.keys() & named.keys()
             got |= named
-        fsdp.save_safetensors(state, f"{folder}/{name}-{kind}", dtype=dtype, convert=cut)
-        held = load_file(f"{folder}/{name}-{kind}/model.safetensors")
-        found[name] = [n for n in {**held, **got} if n not in held or n not in got or not torch.equal(got[n], held[n])]
-    first = [(unit, len(named)) for unit, named in fsdp.stream(state, rank=1)]
-    return found, units, state.units, first
+        assert units == [*state.units, ""]
+        fsdp.save_safetensors(state, tmp_path / name, dtype=dtype, convert=cut)
+        held = load_file(tmp_path / name / "model.safetensors")
+        assert held.keys() == got.keys()
+        assert all(torch.equal(got[n], leaf) for n, leaf in held.items())
+    assert all(bool(named) is (dist.get_rank() == 1) for _, named in fsdp.stream(state, rank=1))
 
 
-@pytest.mark.parametrize("kind", ["zero3", "zero1", "ddp"])
-def test_a_stream_has_the_names_and_bits_of_the_files(kind: str, tmp_path: Path) -> None:
-    said = launch(streamed, (kind, str(tmp_path)), nprocs=2, simulate=True)
-    for rank, (found, units, expected, some) in enumerate(said):
-        assert found == {"plain": [], "cut": []}
-        assert tuple(units) == (*expected, "")
-        assert all((n > 0) is (rank == 1) for _, n in some)
-
-
-def beside_a_step(kind: str) -> Any:
+@pytest.mark.parametrize("kind", ["zero3", "zero2"])
+@each_rank(2)
+def test_the_next_step_computes_between_two_units(kind: str) -> None:
     """A stream goes on while the next step computes, and ends with its update."""
     state, model = made(kind)
     forward_backward = T.forward_backward(model, loss_of)
@@ -83,36 +81,26 @@ def beside_a_step(kind: str) -> Any:
     got = dict(next(units)[1])
     after, _ = forward_backward(state, batch_of(0, dist.get_rank()))
     got |= next(units)[1]
-    same = all(torch.equal(before[name], leaf) for name, leaf in got.items())
+    assert all(torch.equal(before[name], leaf) for name, leaf in got.items())
     state = fsdp.step(after)
     with pytest.raises(fsdp.StaleStateError):
         next(units)
     straight, _ = forward_backward(made(kind)[0], batch_of(0, dist.get_rank()))
     there = fsdp.full_params(fsdp.step(straight))
-    return same, all(torch.equal(there[name], leaf) for name, leaf in fsdp.full_params(state).items())
-
-
-@pytest.mark.parametrize("kind", ["zero3", "zero2"])
-def test_the_next_step_computes_between_two_units(kind: str) -> None:
-    assert launch(beside_a_step, (kind,), nprocs=2, simulate=True) == [(True, True)] * 2
+    assert all(torch.equal(there[name], leaf) for name, leaf in fsdp.full_params(state).items())
 
 
 def deltas(kind: str, dtype: Any, cut: Any, little: bool) -> Any:
     """Deltas of this rank, of two steps, and of none."""
     state, model = made(kind, little)
-    first: dict[str, torch.Tensor] = {}
-    for _, named in fsdp.stream(state, dtype=dtype, convert=cut):
-        first |= {name: leaf.clone() for name, leaf in named.items()}
+    first = all_of(state, dtype=dtype, convert=cut)
     since = fsdp.snapshot(state, dtype=dtype)
     state = stepped(state, model)
     changed = [fsdp.delta(since, state, convert=cut)]
     state = stepped(state, model)
     changed.append(fsdp.delta(since, state, convert=cut, block=4))
     changed.append(fsdp.delta(since, state, convert=cut))
-    last: dict[str, torch.Tensor] = {}
-    for _, named in fsdp.stream(state, dtype=dtype, convert=cut):
-        last |= {name: leaf.clone() for name, leaf in named.items()}
-    return first, pickle.loads(pickle.dumps(changed)), last
+    return first, pickle.loads(pickle.dumps(changed)), all_of(state, dtype=dtype, convert=cut)
 
 
 CASES = [
@@ -149,9 +137,7 @@ def own_parts(kind: str, dtype: Any, cut: Any) -> Any:
     spec = fsdp.Spec(mesh, getattr(fsdp, kind)("data"), own=own, units=["a", "b"])
     state = fsdp.shard({"a": torch.arange(35.0).repeat(4).view(7, 20), "b": torch.arange(5.0)}, spec) if own else (
         stepped(*made(kind)))  # fmt: skip
-    every = {
-        name: leaf.clone() for _, named in fsdp.stream(state, dtype=dtype, convert=cut) for name, leaf in named.items()
-    }
+    every = all_of(state, dtype=dtype, convert=cut)
     given: list[tuple[str, Any]] = []
     units = [*state.units, ""]
     fsdp.stream_to(lambda *some: given.append(some), state, gather=False, dtype=dtype, convert=cut)()
@@ -206,7 +192,7 @@ def test_a_delta_is_put_into_what_was_loaded_in_inference_mode() -> None:
     state, _ = fsdp.init(PeerModel, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.adamw(lr=0.1), seed=3)
     since = fsdp.snapshot(state)
     with torch.inference_mode():
-        weights = {name: leaf.clone() for _, named in fsdp.stream(state) for name, leaf in named.items()}
+        weights = all_of(state)
     state = fsdp.replace_params(state, {path: 2 * leaf for path, leaf in fsdp.full_params(state).items()})
     fsdp.apply_delta(weights, fsdp.delta(since, state))
     assert all(torch.equal(weights[name], leaf) for _, named in fsdp.stream(state) for name, leaf in named.items())
@@ -227,7 +213,7 @@ def test_what_does_not_fit_is_refused() -> None:
     other = fsdp.shard({"w": torch.ones(3)}, fsdp.Spec(mesh))
     with pytest.raises(fsdp.TreeError, match="the snapshot is of other leaves: 'blocks"):
         fsdp.delta(since, other)
-    weights = {name: leaf.clone() for _, named in fsdp.stream(state) for name, leaf in named.items()}
+    weights = all_of(state)
     changed = fsdp.delta(since, stepped(state, model))
     kept = weights.pop("embed.weight")
     with pytest.raises(
@@ -256,8 +242,7 @@ class Normed(nn.Module):
         self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.norm(self.linear(x))
-        return out
+        return self.norm(self.linear(x))
 
 
 def with_buffers(kind: str) -> Any:
@@ -265,14 +250,11 @@ def with_buffers(kind: str) -> Any:
     state, model = fsdp.init(Normed, fsdp.Spec(fsdp.local_mesh(), getattr(fsdp, kind)("data")), fsdp.sgd(lr=0.1))
     dtype = torch.float8_e4m3fn
 
-    def now() -> dict[str, torch.Tensor]:
-        return {name: t.clone() for _, named in fsdp.stream(state, dtype=dtype) for name, t in named.items()}
-
-    first, since = now(), fsdp.snapshot(state, dtype=dtype)
+    first, since = all_of(state, dtype=dtype), fsdp.snapshot(state, dtype=dtype)
     drawn = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     state, _ = T.forward_backward(model, lambda model, x: model(x).square().mean())(state, drawn)
     state = fsdp.step(state)
-    return first, fsdp.delta(since, state), now()
+    return first, fsdp.delta(since, state), all_of(state, dtype=dtype)
 
 
 @pytest.mark.parametrize("kind", ["zero3", "ddp"])
@@ -346,9 +328,10 @@ def test_what_changes_the_weights_waits_for_a_stream_on_its_lane(overlap: bool, 
         assert any("store" in race for race in races)
 
 
-def failing(kind: str) -> Any:
+@each_rank(2)
+def test_an_error_of_the_function_comes_when_peers_have_their_units() -> None:
     """One rank's function raises: the other's stream goes on, and so do both states."""
-    state, model = made(kind)
+    state, model = made("zero3")
     seen: list[str] = []
 
     def put(unit: str, named: Any) -> None:
@@ -362,14 +345,7 @@ def failing(kind: str) -> Any:
     else:
         fsdp.stream_to(put, state)()
     stepped(state, model)
-    return seen, [*state.units, ""]
-
-
-@pytest.mark.parametrize("kind", ["zero3"])
-def test_an_error_of_the_function_comes_when_peers_have_their_units(kind: str) -> None:
-    (first, expected), (second, _) = launch(failing, (kind,), nprocs=2, simulate=True)
-    assert first == expected
-    assert second == expected[:1]
+    assert seen == [*state.units, ""][: 1 if dist.get_rank() else None]
 
 
 @each_rank(3, processes=True)

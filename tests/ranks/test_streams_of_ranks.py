@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from support.presets import PRESETS, ranks_of
 from support.problems import batch, loss_fn, net
+from support.ranks import each_rank
 from support.streams import WAYS, ordered, trained
 from support.tables import marked
 
@@ -60,33 +62,54 @@ def used(state: fsdp.State, unit: str, last: bool = True, released: bool = True)
     return fsdp.reduce(state, {"w": torch.ones(32, 32)}, unit, last_microbatch=last) if released else state
 
 
-def partial_gradients(kind: str) -> list[str]:
-    """Gradients stay partial until `step`, where others become zeros, perhaps in the memory of these."""
+@contextmanager
+def nothing_races() -> Iterator[None]:
     with ordered() as order:
+        yield
+        assert not order.races
+
+
+def ones() -> Any:
+    """Gradients of all layers."""
+    return {"layers": [{"w": torch.ones(32, 32)} for _ in range(4)]}
+
+
+kinds = pytest.mark.parametrize("kind", ["device", HOST])
+
+
+@kinds
+@each_rank(4, processes=True)
+def test_zeros_come_after_what_lanes_still_read_there(kind: str) -> None:
+    """Gradients stay partial until `step`, where others become zeros, perhaps in the memory of these. On the device the
+    partial gradients go, and lanes still have them."""
+    with nothing_races():
         mesh = fsdp.local_mesh(replica=2, shard=-1)
         state = layers(mesh, fsdp.hsdp("replica", "shard", memory_kind=kind), order=["layers.0", "layers.1"])
         for _ in range(2):
             for unit in ("layers.1", "layers.0"):
                 state = used(state, unit, last=False)
             state = fsdp.step(state)
-        return order.races
 
 
-def backwards(kind: str, released: bool) -> list[str]:
+@pytest.mark.parametrize("released", [False, True])
+@kinds
+@each_rank(2, processes=True)
+def test_an_update_comes_after_gathers_that_nobody_waited_for(kind: str, released: bool) -> None:
     """Only the backward's half of the order of use: units are gathered ahead that nobody waits for."""
-    with ordered() as order:
+    with nothing_races():
         state = layers(fsdp.local_mesh(), fsdp.zero3("data", memory_kind=kind))
         for _ in range(2):
             for last in (False, True):
                 for unit in reversed(state.units):
                     state = used(state, unit, last, released)
             state = fsdp.step(state)
-        return order.races
 
 
-def experts(kind: str) -> list[str]:
+@kinds
+@each_rank(4, processes=True)
+def test_an_update_comes_after_counts_that_are_new(kind: str) -> None:
     """A rank's own leaf gets no gradient, while another rank's does: counts are new on both."""
-    with ordered() as order:
+    with nothing_races():
         mesh = fsdp.local_mesh(expert=2, data=2)
         mine = mesh.get_local_rank("expert")
         rules = {"experts": fsdp.zero3("data", memory_kind=kind), "*": fsdp.zero3("expert", "data", memory_kind=kind)}
@@ -97,12 +120,12 @@ def experts(kind: str) -> list[str]:
             a = torch.ones(300) if i == 0 or mine else None
             state = fsdp.reduce(state, {"experts": {"a": a, "b": torch.ones(300)}, "rest": torch.ones(300)})
             state = fsdp.step(state)
-        return order.races
 
 
-def used_more_often() -> list[str]:
+@each_rank(2, processes=True)
+def test_a_unit_is_copied_to_its_place_after_its_own_gather() -> None:
     """A unit is used more often than the order says: its weights are copied to where the plan is gathering it."""
-    with ordered() as order:
+    with nothing_races():
         params, model = fsdp.functionalize(net(torch.float32, 2))
         uses = ["embed.weight", "blocks.0", "blocks.1", "embed.weight", "tail", "blocks.1", "blocks.0", "embed.weight"]
         spec = fsdp.Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(uses, prefetch=3, keep=()))
@@ -118,11 +141,6 @@ def used_more_often() -> list[str]:
             for k in range(2):
                 state, _ = forward_backward(state, batch(0, dist.get_rank(), k), last_microbatch=k > 0)
         assert any(seen)
-        return order.races
-
-
-def test_a_unit_is_copied_to_its_place_after_its_own_gather() -> None:
-    assert launch(used_more_often, nprocs=2) == [[]] * 2
 
 
 LOOKS: dict[str, Callable[[fsdp.State], Any]] = {
@@ -135,130 +153,82 @@ LOOKS: dict[str, Callable[[fsdp.State], Any]] = {
 }
 
 
-def looked_at(how: str) -> list[str]:
+@pytest.mark.parametrize("how", LOOKS)
+@each_rank(2, processes=True)
+def test_an_update_comes_after_looks_at_what_it_changes(how: str) -> None:
     """Weights, gradients, or what an optimizer keeps are looked at between `reduce` and the update beside it."""
-    with ordered() as order:
+    with nothing_races():
         state = layers(fsdp.local_mesh(), fsdp.zero3("data"))
         for _ in range(2):
             for unit in (*state.units, *state.units[::-1]):
                 state = fsdp.release(fsdp.unshard(state, unit)[0], unit)
-            state = fsdp.reduce(state, {"layers": [{"w": torch.ones(32, 32)} for _ in range(4)]})
+            state = fsdp.reduce(state, ones())
             LOOKS[how](state)
             state = fsdp.step(state)
-        return order.races
 
 
-@pytest.mark.parametrize("how", LOOKS)
-def test_an_update_comes_after_looks_at_what_it_changes(how: str) -> None:
-    assert launch(looked_at, (how,), nprocs=2) == [[]] * 2
-
-
-def captured_in_vain() -> list[str]:
+@each_rank(2, processes=True)
+def test_what_a_lane_reads_is_waited_for_after_a_capture_in_vain() -> None:
     """A lane reads weights, and the step that is captured then never runs: the eager one in its place waits for it."""
-    with ordered() as order:
+    with nothing_races():
         state = layers(fsdp.local_mesh(), fsdp.zero3("data"))
         fsdp.stream_to(lambda unit, named: None, state, gather=False)
         with mock.patch.object(state.version.lineage.runtime, "capturing", True):
             state.version.lineage.end_reads()
-        state = fsdp.reduce(state, {"layers": [{"w": torch.ones(32, 32)} for _ in range(4)]})
-        fsdp.step(state)
-        return order.races
+        fsdp.step(fsdp.reduce(state, ones()))
 
 
-def test_what_a_lane_reads_is_waited_for_after_a_capture_in_vain() -> None:
-    assert launch(captured_in_vain, nprocs=2) == [[]] * 2
-
-
-def along_gradients() -> list[str]:
-    """Weights move along gradients that are under way."""
-    with ordered() as order:
+@each_rank(2, processes=True)
+def test_weights_move_along_gradients_that_are_under_way() -> None:
+    with nothing_races():
         params, model = fsdp.functionalize(nn.Linear(16, 16))
         state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=1e-2))
         forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())
         state, _ = forward_backward(state, torch.ones(4, 16))
         T.jvp(model)(state, state.grads, torch.ones(4, 16))
-        return order.races
 
 
-def test_weights_move_along_gradients_that_are_there() -> None:
-    assert launch(along_gradients, nprocs=2) == [[]] * 2
-
-
-def taken_from_another() -> tuple[list[str], torch.Tensor]:
-    """The gradients of another state are taken while they are under way there."""
-    with ordered() as order:
+@each_rank(2, processes=True)
+def test_gradients_of_another_state_are_finished_before_they_are_taken() -> None:
+    """They are taken while they are under way there."""
+    with nothing_races():
         state = layers(fsdp.local_mesh(), fsdp.zero3("data"))
         there = fsdp.replace_params(state, fsdp.local_shards(state))
-        there = fsdp.reduce(there, {"layers": [{"w": torch.ones(32, 32)} for _ in range(4)]})
-        state = fsdp.step(fsdp.replace_grads(state, there))
-        return order.races, fsdp.full_params(state)["layers"][0]["w"]
+        state = fsdp.step(fsdp.replace_grads(state, fsdp.reduce(there, ones())))
+    weights = fsdp.full_params(state)["layers"][0]["w"]
+    torch.testing.assert_close(weights, torch.full((32, 32), 0.9899))  # a step of AdamW, with decay 0.01
 
 
-def test_gradients_of_another_state_are_finished_before_they_are_taken() -> None:
-    for races, weights in launch(taken_from_another, nprocs=2):
-        assert races == []
-        torch.testing.assert_close(weights, torch.full((32, 32), 0.9899))  # a step of AdamW, with decay 0.01
-
-
-def streamed_and_gone() -> list[str]:
+@each_rank(2, processes=True)
+def test_weights_that_go_while_a_lane_streams_them_are_kept_for_it() -> None:
     """Nobody waits for a stream, and its state goes."""
-    with ordered() as order:
+    with nothing_races():
         state = layers(fsdp.local_mesh(), fsdp.zero3("data"))
         fsdp.stream_to(lambda *_: None, state)
         del state
         gc.collect()
-        return order.races
 
 
-@pytest.mark.parametrize("kind", ["device", HOST])
-def test_zeros_come_after_what_lanes_still_read_there(kind: str) -> None:
-    """On the device the partial gradients go, and lanes still have them."""
-    assert launch(partial_gradients, (kind,), nprocs=4) == [[]] * 4
+ROUND = (True, True)
 
 
-def test_weights_that_go_while_a_lane_streams_them_are_kept_for_it() -> None:
-    assert launch(streamed_and_gone, nprocs=2) == [[]] * 2
-
-
-@pytest.mark.parametrize("released", [False, True])
-@pytest.mark.parametrize("kind", ["device", HOST])
-def test_an_update_comes_after_gathers_that_nobody_waited_for(kind: str, released: bool) -> None:
-    assert launch(backwards, (kind, released), nprocs=2) == [[]] * 2
-
-
-@pytest.mark.parametrize("kind", ["device", HOST])
-def test_an_update_comes_after_counts_that_are_new(kind: str) -> None:
-    assert launch(experts, (kind,), nprocs=4) == [[]] * 4
-
-
-def other_flags(lasts: tuple[bool, bool], replicas: int) -> list[str]:
-    """Ranks reduce with these flags, each its own, in the second of three steps. What each step says."""
+@pytest.mark.parametrize(("flags", "replicas"), [
+    ((True, False), 2), (ROUND, 2), ((False, False), 2), ((True, False), 1),  # one replica sends the same either way
+])  # fmt: skip
+@each_rank(2, processes=True)
+def test_ranks_that_differ_in_last_microbatch_take_no_step(flags: tuple[bool, bool], replicas: int) -> None:
+    """With these flags, each rank its own, in the second of three steps. On GPUs, where nobody compares collectives as
+    they are issued, sums of other units would be taken for these."""
     with ordered():
-        mesh, said = fsdp.local_mesh(replica=replicas, shard=-1), []
-        state = layers(mesh, fsdp.hsdp("replica", "shard"))
-        for flags in ((True, True), lasts, (True, True)):
+        state = layers(fsdp.local_mesh(replica=replicas, shard=-1), fsdp.hsdp("replica", "shard"))
+        for lasts in (ROUND, flags, ROUND):
             at = state
             for unit in state.units:
-                at, _ = fsdp.unshard(at, unit)
-                at = fsdp.release(at, unit)
+                at = fsdp.release(fsdp.unshard(at, unit)[0], unit)
             for unit in reversed(state.units):
-                at = used(at, unit, flags[dist.get_rank()])
-            try:
+                at = used(at, unit, lasts[dist.get_rank()])
+            if replicas > 1 and len({*lasts}) > 1:
+                with pytest.raises(fsdp.ScheduleError, match="last_microbatch"):
+                    fsdp.step(at)
+            else:
                 state = fsdp.step(at)
-                said.append("")
-            except fsdp.ScheduleError as error:
-                said.append(str(error))
-        return said
-
-
-def test_ranks_that_differ_in_last_microbatch_take_no_step() -> None:
-    """On GPUs, where nobody compares collectives as they are issued, sums of other units would be taken for these."""
-    for found in launch(other_flags, ((True, False), 2), nprocs=2):
-        assert "last_microbatch" in found[1]
-        assert found[::2] == ["", ""]
-
-
-@pytest.mark.parametrize(("flags", "replicas"), [((True, True), 2), ((False, False), 2), ((True, False), 1)])
-def test_flags_count_only_where_ranks_send_others(flags: tuple[bool, bool], replicas: int) -> None:
-    """One replica sends the same either way."""
-    assert launch(other_flags, (flags, replicas), nprocs=2) == [["", "", ""]] * 2

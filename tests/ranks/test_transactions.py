@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.problems import LOOPS, batch, loss_fn, on
+from support.ranks import each_rank
 from support.tables import FULL, each
 from support.transactions import (
     STEPS,
@@ -66,10 +67,11 @@ def test_an_interrupt_between_two_verbs(who: list[int]) -> None:
         assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
-def unequal_flags(preset: str) -> tuple[str, bool, int]:
-    """Two microbatches, of which rank 1 says already at the first one that it is the last. What `step` raises, whether
-    weights stay, and the steps of the same state after that, with equal flags."""
-    base, model = start(preset)
+@each_rank(2, processes=True)
+def test_no_rank_takes_a_step_whose_flags_are_not_equal() -> None:
+    """Two microbatches, of which rank 1 says already at the first one that it is the last. Weights stay, and the state
+    takes a step after that, with equal flags."""
+    base, model = start("ddp")
     before = {path: leaf.clone() for path, leaf in fsdp.full_params(base).items()}
 
     def step(first: bool) -> fsdp.State:
@@ -78,19 +80,10 @@ def unequal_flags(preset: str) -> tuple[str, bool, int]:
             state, _ = LOOPS["whole"](model, state, batch(k, dist.get_rank()), last)
         return fsdp.step(state)
 
-    said = ""
-    try:
+    with pytest.raises(fsdp.ScheduleError, match="The state before the step is valid"):
         step(dist.get_rank() == 1)
-    except fsdp.ScheduleError as error:
-        said = str(error)
-    same = all(torch.equal(before[path], leaf) for path, leaf in fsdp.full_params(base).items())
-    return said, same, step(False).steps
-
-
-def test_no_rank_takes_a_step_whose_flags_are_not_equal() -> None:
-    for said, same, steps in launch(unequal_flags, ("ddp",), nprocs=2):
-        assert "The state before the step is valid" in said
-        assert (same, steps) == (True, 1)
+    assert all(torch.equal(before[path], leaf) for path, leaf in fsdp.full_params(base).items())
+    assert step(False).steps == 1
 
 
 def test_a_rank_does_not_commit_where_a_peer_cannot_come() -> None:
@@ -103,7 +96,8 @@ def test_a_rank_does_not_commit_where_a_peer_cannot_come() -> None:
     assert (agreement.votes, agreement.stage) == (0, "")
 
 
-def stops_at_different_units() -> tuple[str, bool]:
+@each_rank(2, processes=True)
+def test_ranks_that_stopped_at_different_units_do_not_mix_them_up() -> None:
     """Rank 0 stops after two units, rank 1 after four; both begin again, by another route, on clean lanes."""
     state, _ = start()
     before = fsdp.full_params(state)
@@ -115,18 +109,9 @@ def stops_at_different_units() -> tuple[str, bool]:
         except fsdp.RestartError:
             break
     state, params = fsdp.unshard(state)
-    same = all(torch.equal(params[key], before[key]) for key in params)
-    with pytest.raises(fsdp.StaleStateError) as error:
+    assert all(torch.equal(params[key], before[key]) for key in params)
+    with pytest.raises(fsdp.StaleStateError, match="consumed by the restart of its step"):
         fsdp.unshard(middle, state.units[0])
-    return str(error.value), same
-
-
-def test_ranks_that_stopped_at_different_units_do_not_mix_them_up() -> None:
-    (first, same), (second, same_too) = launch(stops_at_different_units, nprocs=2)
-    assert same
-    assert same_too
-    assert "consumed by the restart of its step" in first
-    assert "consumed by the restart of its step" in second
 
 
 def test_ranks_that_reduce_units_in_another_order_are_not_mixed_up() -> None:
@@ -140,10 +125,10 @@ def test_ranks_that_issue_different_collectives_do_not_commit() -> None:
     check_that_different_collectives_do_not_commit()
 
 
-def evaluates_by_units_and_leaves_out() -> tuple[list[float], str, list[float]]:
+@each_rank(2, turns=True)
+def test_gradients_that_ranks_see_apart_are_voted_on_in_the_step() -> None:
     """A look at all units, and a microbatch in which the first rank leaves one out, which goes on from that look: its
-    first use may be the look's backward. What `finish_reductions` shows, what `step` says, and the weights of a step
-    from the state before."""
+    first use may be the look's backward."""
     params = {"a": {"w": torch.ones(3)}, "b": {"w": torch.ones(0)}}
     mesh = fsdp.local_mesh()
     base = fsdp.shard(params, fsdp.Spec(mesh, fsdp.zero2("data"), average="sum"), fsdp.sgd(lr=0.5))
@@ -158,40 +143,31 @@ def evaluates_by_units_and_leaves_out() -> tuple[list[float], str, list[float]]:
             state = fsdp.release(state, unit)
         return state
 
+    def shown_and_stepped(state: fsdp.State) -> None:
+        state = fsdp.finish_reductions(state)
+        shown = fsdp.local_shards(state, "grads")["a.w"].tolist()
+        assert dist.get_rank() or shown == [1.0, 1.0, 1.0], "of this rank alone: nobody has voted"
+        fsdp.step(state)
+
     state = base
     for unit in "ab":
         state, _ = fsdp.unshard(state, unit)
         state = fsdp.release(state, unit)
     state = microbatch(state, "ab" if dist.get_rank() else "a")
-    shown, said = [], ""
-    try:
-        state = fsdp.finish_reductions(state)
-        shown = fsdp.local_shards(state, "grads")["a.w"].tolist()
-        fsdp.step(state)
-    except fsdp.ScheduleError as error:
-        said = str(error)
+    with pytest.raises(fsdp.ScheduleError, match="The state before the step is valid"):
+        shown_and_stepped(state)
     state = fsdp.step(microbatch(base, "ab" if dist.get_rank() else "a"))
-    return shown, said, fsdp.full_params(state)["a"]["w"].tolist()
+    assert fsdp.full_params(state)["a"]["w"].tolist() == [1 - 0.5 * 3.0] * 3
 
 
-def test_gradients_that_ranks_see_apart_are_voted_on_in_the_step() -> None:
-    found = launch(evaluates_by_units_and_leaves_out, nprocs=2, simulate=True)
-    assert found[0][0] == [1.0, 1.0, 1.0], "of this rank alone: nobody has voted"
-    for _, said, weights in found:
-        assert "The state before the step is valid" in said
-        assert weights == [1 - 0.5 * 3.0] * 3
-
-
-def evaluates_between() -> bool:
+@each_rank(2, processes=True)
+def test_an_evaluation_that_drops_its_state_costs_nothing() -> None:
     state, model = start()
     _, params = fsdp.unshard(state)  # a look that keeps the old state
     loss = loss_fn(fsdp.bind(model, params), on(state, batch(0, 0)))
     state = train_step(state, model, 0, lambda place: None)
-    return bool(torch.isfinite(loss)) and state.between_steps
-
-
-def test_an_evaluation_that_drops_its_state_costs_nothing() -> None:
-    assert launch(evaluates_between, nprocs=2) == [True, True]
+    assert torch.isfinite(loss)
+    assert state.between_steps
 
 
 def hangs() -> str:
@@ -213,52 +189,34 @@ def test_a_rank_that_never_comes_is_a_timeout_and_its_workers_are_not_used_again
 
 
 @pytest.mark.parametrize("loop", LOOPS)
+@each_rank(2, processes=True)
 def test_a_state_is_consumed_by_name(loop: str) -> None:
-    def look() -> list[str]:
-        state, model = start()
-        base = state
-        middle, loss = LOOPS[loop](model, state, batch(0, dist.get_rank()), True)
-        done = fsdp.step(middle)
-        texts = []
-        for stale in (base, middle):
-            with pytest.raises(fsdp.StaleStateError) as error:
-                fsdp.unshard(stale)
-            texts.append(str(error.value))
-        assert done.between_steps
-        assert torch.isfinite(loss)
-        return texts
-
-    for base, middle in launch(look, nprocs=2):
-        assert "consumed by step() number 1" in base
-        assert "consumed by step() number 1" in middle or "consumed by finish_reductions()" in middle
+    base, model = start()
+    middle, loss = LOOPS[loop](model, base, batch(0, dist.get_rank()), True)
+    assert fsdp.step(middle).between_steps
+    assert torch.isfinite(loss)
+    with pytest.raises(fsdp.StaleStateError, match=r"consumed by step\(\) number 1"):
+        fsdp.unshard(base)
+    with pytest.raises(fsdp.StaleStateError, match=r"consumed by (step\(\) number 1|finish_reductions\(\))"):
+        fsdp.unshard(middle)
 
 
-def looks_at_the_base(how: str, folder: str) -> tuple[str, bool]:
+@pytest.mark.parametrize("how", ["full_params", "save"])
+@each_rank(2, processes=True)
+def test_a_rank_that_abandoned_a_step_may_look_at_the_state_before_it(how: str, tmp_path: Path) -> None:
     """Rank 1 abandons a step and, before it trains on, exports or saves the state before it; its peer waits for
     reductions."""
     state, _ = start()
     before = fsdp.full_params(state)
-    met = ""
-    try:
-        middle, params = fsdp.unshard(state)
-        if dist.get_rank() == 1:
-            raise Boom
-        fsdp.finish_reductions(fsdp.reduce(middle, params))
-    except (Boom, fsdp.RestartError) as error:
-        met = type(error).__name__
+    middle, params = fsdp.unshard(state)
+    if dist.get_rank() == 0:
+        with pytest.raises(fsdp.RestartError):
+            fsdp.finish_reductions(fsdp.reduce(middle, params))
     if how == "save":
-        state = fsdp.load(fsdp.save(state, folder), like=state)
+        state = fsdp.load(fsdp.save(state, tmp_path / "saved"), like=state)
     after = fsdp.full_params(state)
-    state = fsdp.step(fsdp.reduce(*fsdp.unshard(state)))
-    return met, all(torch.equal(before[key], after[key]) for key in before)
-
-
-@pytest.mark.parametrize("how", ["full_params", "save"])
-def test_a_rank_that_abandoned_a_step_may_look_at_the_state_before_it(how: str, tmp_path: Path) -> None:
-    assert launch(looks_at_the_base, (how, str(tmp_path / "saved")), nprocs=2) == [
-        ("RestartError", True),
-        ("Boom", True),
-    ]
+    fsdp.step(fsdp.reduce(*fsdp.unshard(state)))
+    assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 def looks_in_the_middle() -> bool:

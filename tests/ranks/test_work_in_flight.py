@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
+from support.ranks import each_rank
 
 import functional_fsdp as fsdp
 from functional_fsdp import Precision, Spec, launch
@@ -20,8 +22,11 @@ BIG = 200_000
 steps: Any = _steps
 
 
-def stepped(case: str, transport: Any) -> int:
-    """How many of five steps have wrong weights: reductions without a collective end before those in flight."""
+@pytest.mark.parametrize("transport", ["collective", "copy_engine"])
+@pytest.mark.parametrize("case", ["experts", "empty"])
+@each_rank(2, processes=True)
+def test_staging_is_not_given_back_under_a_reduction(case: str, transport: Any) -> None:
+    """Reductions without a collective end before those in flight."""
     mesh = fsdp.local_mesh(data=1, expert=2) if case == "experts" else fsdp.local_mesh()
     params = {"a": torch.zeros(64), "b": torch.zeros(BIG), "c": torch.zeros(0)}
     if case == "experts":  # 'a' lies on an axis of one rank
@@ -31,25 +36,14 @@ def stepped(case: str, transport: Any) -> int:
         rules = {"a": fsdp.ddp("data"), "*": fsdp.zero2("data")}
         lasts = (False, False, True)
     state = fsdp.shard(params, Spec(mesh, rules, transport=transport), fsdp.sgd(lr=1.0))
-    rank, wrong = dist.get_rank(), 0
     for step in range(5):
         before = fsdp.full_params(state)["b"].clone()
         for last in lasts:
             state, w = fsdp.unshard(state)
-            grads = {key: torch.full_like(t, rank + 1.0 + step) for key, t in w.items()}
+            grads = {key: torch.full_like(t, dist.get_rank() + 1.0 + step) for key, t in w.items()}
             state = fsdp.reduce(state, grads, last_microbatch=last)
         state = fsdp.step(state)
-        wrong += not torch.equal(before - fsdp.full_params(state)["b"], torch.full((BIG,), len(lasts) * (1.5 + step)))
-    return wrong
-
-
-def several(cases: list[tuple[str, str]]) -> list[int]:
-    return [stepped(*case) for case in cases]
-
-
-def test_staging_is_not_given_back_under_a_reduction() -> None:
-    cases = [(case, transport) for case in ("experts", "empty") for transport in ("collective", "copy_engine")]
-    assert launch(several, (cases,), nprocs=2) == [[0] * len(cases)] * 2
+        assert torch.equal(before - fsdp.full_params(state)["b"], torch.full((BIG,), len(lasts) * (1.5 + step)))
 
 
 # ---------------------------------------------------------------- what a job's own code raises
@@ -122,129 +116,90 @@ def test_an_exact_sum_that_stays_whole_has_room_where_nothing_is_cut() -> None:
     assert staged(1, 1, hsdp) == 1
 
 
-def flagged(lasts: list[tuple[bool, ...]], transport: Any) -> list[list[float]]:
-    """Gradients of a few rounds with these flags, on an axis that cuts nothing."""
+@pytest.mark.parametrize("transport", ["collective", "copy_engine"])
+@each_rank(2, processes=True)
+def test_microbatches_after_the_last_one_count(transport: Any) -> None:
+    """Rounds with any flags, on an axis that cuts nothing."""
     mesh = fsdp.local_mesh(replica=2, shard=1)
-    rank, found = dist.get_rank(), []
     spec = Spec(mesh, fsdp.hsdp("replica", "shard"), transport=transport, precision=Precision(sum="fp32"))
-    for flags in lasts:
+    for flags in itertools.product((False, True), repeat=3):
         state = fsdp.shard({"a": torch.zeros(300), "b": torch.zeros(7)}, spec, fsdp.sgd(lr=1.0))
         for k, last in enumerate(flags):
             for unit in state.units:
-                state, w = fsdp.unshard(state, unit)
-                state = fsdp.release(state, unit)
+                state = fsdp.release(fsdp.unshard(state, unit)[0], unit)
             for unit in reversed(state.units):
                 state, w = fsdp.unshard(state, unit)
-                grads = {key: torch.full_like(t, (rank + 1.0) * 10**k) for key, t in w.items()}
+                grads = {key: torch.full_like(t, (dist.get_rank() + 1.0) * 10**k) for key, t in w.items()}
                 state = fsdp.reduce(state, grads, unit, last_microbatch=last)
                 state = fsdp.release(state, unit)
         state = fsdp.step(state)
-        found.append(torch.cat([leaf.flatten() for leaf in fsdp.full_params(state).values()]).unique().tolist())
-    return found
-
-
-@pytest.mark.parametrize("transport", ["collective", "copy_engine"])
-def test_microbatches_after_the_last_one_count(transport: str) -> None:
-    lasts = [(a, b, c) for a in (False, True) for b in (False, True) for c in (False, True)]
-    for found in launch(flagged, (lasts, transport), nprocs=2):
-        assert found == [[-166.5]] * len(lasts)
+        assert all((leaf == -166.5).all() for leaf in fsdp.full_params(state).values()), flags
 
 
 # ---------------------------------------------------------------- reductions that are under way
 
 
-def looked_at(whole_tree: bool, rebuild: bool) -> tuple[int, list[float], list[float]]:
-    """A look at gradients that are under way, perhaps of a State that somebody has rebuilt; then another one, in which
-    ranks communicate.
+def made(units: int) -> fsdp.State:
+    params = {f"u{i}.w": torch.zeros(300) for i in range(units)}
+    return fsdp.shard(params, Spec(fsdp.local_mesh(), units=["u*"]), fsdp.sgd(lr=1.0))
 
-    Returns:
-        of how many units the state has gradients once `reduce` is over, the sums of what the look finds, and those of
-        the weights after the step.
-    """
-    params = {f"u{i}.w": torch.zeros(300) for i in range(4)}
-    state = one_step(fsdp.shard(params, Spec(fsdp.local_mesh(), units=["u*"]), fsdp.sgd(lr=1.0)))
-    if whole_tree:
-        state = fsdp.reduce(state, {path: torch.ones(300) for path in params})
-    else:
-        for unit in reversed(state.units):
-            state = fsdp.reduce(state, {"w": torch.ones(300)}, unit)
-    units = len(state.grads)
-    if rebuild:
-        state = pytree.tree_map(lambda t: t, state)
-    found = fsdp.local_shards(state, "grads")
-    fsdp.full_params(state)
-    state = fsdp.step(state)
-    return (
-        units,
-        [float(part.sum()) for part in found.values()],
-        [float(w.sum()) for w in fsdp.full_params(state).values()],
-    )
+
+def reduced(state: fsdp.State) -> fsdp.State:
+    for unit in reversed(state.units):
+        state = fsdp.reduce(state, {"w": torch.ones(300)}, unit)
+    return state
+
+
+def moved_to(state: fsdp.State, where: float) -> None:
+    assert all((w == where).all() for w in fsdp.full_params(state).values())
 
 
 @pytest.mark.parametrize(("whole_tree", "rebuild"), [(False, False), (False, True), (True, False)])
+@each_rank(2, processes=True)
 def test_a_look_at_gradients_finds_those_that_are_under_way(whole_tree: bool, rebuild: bool) -> None:
-    for rank, (units, sums, weights) in enumerate(launch(looked_at, (whole_tree, rebuild), nprocs=2)):
-        assert units == 4
-        assert sum(sums) == (256.0 if rank == 0 else 44.0) * 4
-        assert weights == [-600.0] * 4
+    """Perhaps of a State that somebody has rebuilt; then another look, in which ranks communicate."""
+    state = fsdp.step(reduced(made(4)))
+    state = fsdp.reduce(state, {f"u{i}.w": torch.ones(300) for i in range(4)}) if whole_tree else reduced(state)
+    assert len(state.grads) == 4
+    if rebuild:
+        state = pytree.tree_map(lambda t: t, state)
+    found = fsdp.local_shards(state, "grads")
+    assert sum(float(part.sum()) for part in found.values()) == (44.0 if dist.get_rank() else 256.0) * 4
+    fsdp.full_params(state)
+    moved_to(fsdp.step(state), -2.0)
 
 
-def staged(microbatches: int) -> tuple[int, list[float]]:
-    """One rank's reductions come to no end before the step, as those of a rank do whose peers are behind.
-
-    Returns:
-        how often this rank has waited for one before the step, and the sums of the weights after it.
-    """
-    params = {f"u{i}.w": torch.zeros(300) for i in range(6)}
-    state = one_step(fsdp.shard(params, Spec(fsdp.local_mesh(), units=["u*"]), fsdp.sgd(lr=1.0)))
+@pytest.mark.parametrize("microbatches", [1, 3])
+@each_rank(2, processes=True)
+def test_no_rank_waits_for_room_in_the_hosts_staging(microbatches: int) -> None:
+    """One rank's reductions come to no end before the step, as those of a rank do whose peers are behind."""
+    state = fsdp.step(reduced(made(6)))
     lanes: Any = state.version.lineage.runtime.lanes
-    kind, waits = type(lanes), 0
+    kind, waits = type(lanes), list[Any]()
+    real = kind.wait
 
     def wait(self: Any, mark: Any) -> None:
-        nonlocal waits
-        waits += mark is not None and mark.lane == "reduce"
+        if mark is not None and mark.lane == "reduce":
+            waits.append(mark)
         real(self, mark)
 
-    real = kind.wait
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, "passed", lambda self, mark: False)
         patch.setattr(kind, "wait", wait)
         for _ in range(microbatches):
-            for unit in reversed(state.units):
-                state = fsdp.reduce(state, {"w": torch.ones(300)}, unit)
-        before = waits
+            state = reduced(state)
+        assert waits == []
         state = fsdp.step(state)
-    return before, [float(w.sum()) for w in fsdp.full_params(state).values()]
-
-
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_no_rank_waits_for_room_in_the_hosts_staging(microbatches: int) -> None:
-    assert launch(staged, (microbatches,), nprocs=2) == [(0, [-300.0 * (1 + microbatches)] * 6)] * 2
+    moved_to(state, -1.0 - microbatches)
 
 
 # ---------------------------------------------------------------- two states
 
 
-def interleaved() -> list[float]:
-    """Reductions of a state are under way; then another state's step begins, and ends."""
-    params = {f"u{i}.w": torch.zeros(300) for i in range(4)}
-    spec = Spec(fsdp.local_mesh(), units=["u*"])
-    one, two = (fsdp.shard(params, spec, fsdp.sgd(lr=1.0)) for _ in range(2))
-    for state in (one, two):  # from here on the order is known
-        one_step(state)
-    one, two = fsdp.newest(one), fsdp.newest(two)
-    for unit in reversed(one.units):
-        one = fsdp.reduce(one, {"w": torch.ones(300)}, unit)
-    two = one_step(two)
-    one = fsdp.step(one)
-    return [float(w.sum()) for state in (one, two) for w in fsdp.full_params(state).values()]
-
-
-def one_step(state: fsdp.State) -> fsdp.State:
-    for unit in reversed(state.units):
-        state = fsdp.reduce(state, {"w": torch.ones(300)}, unit)
-    return fsdp.step(state)
-
-
+@each_rank(2, processes=True)
 def test_a_states_reductions_may_be_under_way_while_another_takes_a_step() -> None:
-    assert launch(interleaved, nprocs=2) == [[-600.0] * 8] * 2
+    one, two = (fsdp.step(reduced(made(4))) for _ in range(2))  # from here on the order is known
+    one = reduced(one)
+    two = fsdp.step(reduced(two))
+    moved_to(fsdp.step(one), -2.0)
+    moved_to(two, -2.0)
