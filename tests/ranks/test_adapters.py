@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.nn as nn
 from safetensors.torch import load_file
+from support.ranks import each_rank
 
 import functional_fsdp as fsdp
-from functional_fsdp import extend, launch
+from functional_fsdp import extend
 from functional_fsdp.convert import model_of
 
 DATA = Path(__file__).parents[1] / "data" / "peers"
@@ -51,35 +52,29 @@ def test_an_adapter_and_its_base_have_the_names_of_the_model(folder: Path) -> No
     for name, value in load_file(folder / "checkpoint" / "adapter_model.safetensors").items():
         assert any(torch.equal(value, there[mine]) for mine in there if mine.startswith(name.rpartition(".")[0]))
     assert torch.equal(there[f"{LAYER}.self_attn.k_proj.weight"], base["model.layers.0.self_attn.k_proj.weight"])
-    q = f"{LAYER}.self_attn.q_proj."
-    scale = 6 / 2  # lora_alpha / r, as the config says
-    moved = (
-        there[f"{q}base_layer.weight"] + scale * there[f"{q}lora_B.default.weight"] @ there[f"{q}lora_A.default.weight"]
-    )
-    moved *= (there[f"{q}lora_magnitude_vector.default.weight"] / moved.norm(dim=1))[:, None]
+    names = "base_layer", "lora_A.default", "lora_B.default", "lora_magnitude_vector.default"
+    w, a, b, magnitude = (there[f"{LAYER}.self_attn.q_proj.{name}.weight"] for name in names)
+    moved = w + 6 / 2 * b @ a  # lora_alpha / r, as the config says
+    moved *= (magnitude / moved.norm(dim=1))[:, None]
     merged = load_file(folder / "expected.safetensors")["merged/model.layers.0.self_attn.q_proj.weight"]
     torch.testing.assert_close(moved, merged)
 
 
-def there_and_back(folder: str, out: str) -> Any:
-    there = fsdp.open_checkpoint(f"{folder}/checkpoint", base=f"{folder}/base")
-
-    def make() -> nn.Module:
-        return model_of(there, {})
-
+@each_rank("nprocs")
+def there_and_back(nprocs: int, folder: Path, out: Path) -> None:
+    there = fsdp.open_checkpoint(folder / "checkpoint", base=folder / "base")
     spec = fsdp.Spec(fsdp.local_mesh(), trainable={"*lora_*": True, "*modules_to_save*": True, "*": False})
-    state, _ = fsdp.init(make, spec, weights=there)
-    config = json.loads(Path(f"{folder}/checkpoint/adapter_config.json").read_text())
+    state, _ = fsdp.init(lambda: model_of(there, {}), spec, weights=there)
+    config = json.loads((folder / "checkpoint" / "adapter_config.json").read_text())
     fsdp.save_adapter(state, out, config)
     with pytest.raises(fsdp.TreeError, match="no leaf of the state is of an adapter 'other'"):
         fsdp.save_adapter(state, f"{out}-other", adapter="other")
-    return {name: torch.equal(leaf, there[name]) for name, leaf in fsdp.full_params(state).items()}
+    assert all(torch.equal(leaf, there[name]) for name, leaf in fsdp.full_params(state).items())
 
 
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_an_adapter_comes_and_goes(nprocs: int, folder: Path, tmp_path: Path) -> None:
-    for found in launch(there_and_back, (str(folder), str(tmp_path / "out")), nprocs=nprocs, simulate=True):
-        assert all(found.values())
+    there_and_back(nprocs=nprocs, folder=folder, out=tmp_path / "out")
     held, again = (load_file(one / "adapter_model.safetensors") for one in (folder / "checkpoint", tmp_path / "out"))
     del held["base_model.model.model.embed_tokens.base_layer.weight"]  # it is the base's
     assert held.keys() == again.keys()
@@ -111,21 +106,17 @@ class Adapted(nn.Module):
         self.head.modules_to_save.default.weight = self.embed.modules_to_save.default.weight  # type: ignore[union-attr]
 
 
-def tied_adapter(folder: str) -> dict[str, torch.Tensor]:
-    state, _ = fsdp.init(Adapted, fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data")), seed=1)
-    fsdp.save_adapter(state, folder, {"target_modules": {"b", "a"}, "peft_type": "LORA"}, dtype=torch.bfloat16)
-    return fsdp.full_params(state)
-
-
+@each_rank(2)
 def test_a_tied_leaf_is_in_the_file_under_each_name_and_sets_in_a_config_are_lists(tmp_path: Path) -> None:
-    whole = launch(tied_adapter, (str(tmp_path / "a"),), nprocs=2, simulate=True)[0]
+    state, _ = fsdp.init(Adapted, fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data")), seed=1)
+    config = {"target_modules": {"b", "a"}, "peft_type": "LORA"}
+    fsdp.save_adapter(state, tmp_path / "a", config, dtype=torch.bfloat16)
     held = load_file(tmp_path / "a" / "adapter_model.safetensors")
     assert sorted(held) == ["embed.weight", "head.weight", "q.lora_A.weight"]
-    want = whole["embed.modules_to_save.default.weight"].bfloat16()
+    want = fsdp.full_params(state)["embed.modules_to_save.default.weight"].bfloat16()
     assert torch.equal(held["embed.weight"], want)
     assert torch.equal(held["head.weight"], want)
     assert json.loads((tmp_path / "a" / "adapter_config.json").read_text())["target_modules"] == ["a", "b"]
-    state, _ = fsdp.init(Adapted, fsdp.Spec(fsdp.local_mesh("cpu")), seed=1)
     wrongs: list[tuple[dict[str, Any], str]] = [
         ({"config": "lora"}, "config='lora'.*expected the adapter's config"),
         ({"config": {"x": torch.ones(1)}}, "the config has a Tensor, which JSON has not"),
@@ -148,20 +139,16 @@ class Normed(nn.Module):
         self.head.original_module = nn.BatchNorm1d(3)
 
 
-def buffers_of_an_adapter(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    state, _ = fsdp.init(Normed, fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data")), seed=1)
-    fresh = dict(state.buffers)
-    held = {path: torch.full_like(t, 7) if "save" in path else t for path, t in fresh.items()}
-    fsdp.save_adapter(extend.evolve(state, buffers=held), folder, {"peft_type": "LORA"}, dtype=torch.bfloat16)
-    loaded = fsdp.load_weights(state, fsdp.open_checkpoint(folder), partial=True)
-    return held, dict(loaded.buffers)
-
-
+@each_rank(2)
 def test_buffers_of_modules_that_are_saved_whole_are_in_the_file_and_come_back(tmp_path: Path) -> None:
-    for held, back in launch(buffers_of_an_adapter, (str(tmp_path / "a"),), nprocs=2, simulate=True):
-        assert held.keys() == back.keys()
-        assert all(torch.equal(back[path], t) for path, t in held.items())
-    written = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    state, _ = fsdp.init(Normed, fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data")), seed=1)
+    held = {path: torch.full_like(t, 7) if "save" in path else t for path, t in state.buffers.items()}
+    folder = tmp_path / "a"
+    fsdp.save_adapter(extend.evolve(state, buffers=held), folder, {"peft_type": "LORA"}, dtype=torch.bfloat16)
+    back = fsdp.load_weights(state, fsdp.open_checkpoint(folder), partial=True).buffers
+    assert held.keys() == back.keys()
+    assert all(torch.equal(back[path], t) for path, t in held.items())
+    written = load_file(folder / "adapter_model.safetensors")
     norm = {"head.running_mean", "head.running_var", "head.num_batches_tracked", "head.weight", "head.bias"}
     assert written.keys() == {"q.lora_A.weight", *norm}
     assert (written["head.running_mean"].dtype, written["head.weight"].dtype) == (torch.float32, torch.bfloat16)
