@@ -76,21 +76,30 @@ def apart(got: Tree, want: Tree) -> float:
 # ---------------------------------------------------------------- losses that people write
 
 
+class Then(nn.Module):
+    """A linear layer, and another module or a function, called in a way of its own."""
+
+    def __init__(self, b: Any, call: Callable[[Any, torch.Tensor], torch.Tensor] = lambda b, x: b(x)) -> None:
+        super().__init__()
+        self.a, self.b, self.call = nn.Linear(WIDTH, WIDTH), b, call
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self.b, self.a(x))
+
+
 class Smooth(nn.Module):
     """The last unit is not linear: its inner backward reads what its call kept."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.last = (
-            Net(2),
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1), nn.Softplus()),
-        )
+        self.net = Net(2)
+        self.last = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1), nn.Softplus())
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.last(self.net(x))
-        return y
+        return self.last(self.net(x))
 
 
 def penalty(model: Any, seed: int) -> torch.Tensor:
@@ -190,8 +199,7 @@ class Recomputing(Smooth):
 def along(model: Any, seed: int) -> torch.Tensor:
     x, t = numbers(3, WIDTH, seed=seed), numbers(3, WIDTH, seed=seed + 1)
     u, moved = jvp(model, (x,), (t,))  # type: ignore[misc]
-    total: torch.Tensor = u.square().mean() + moved.sin().square().mean()
-    return total
+    return u.square().mean() + moved.sin().square().mean()
 
 
 CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -224,8 +232,7 @@ def test_jvp_through_modules_that_recompute_or_are_moved() -> None:
 
 
 def pulled(m: Any, x: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = vjp(m, x)[1](cotangent)[0]
-    return found
+    return vjp(m, x)[1](cotangent)[0]
 
 
 def moved(m: Any, x: torch.Tensor, t: torch.Tensor) -> Any:
@@ -279,24 +286,15 @@ def test_what_cannot_work_says_so() -> None:
             kept[0]()
         return keeps(m, seed)
 
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
-            self.double()
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.b(self.a(x))
-
-    changed, changes = start(InPlace(), units=["a", "b"])
+    in_place = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
+    changed, changes = start(Then(in_place), units=["a", "b"])
 
     def around(state: fsdp.State) -> Any:
         return grad(lambda x: T.apply(model, lambda m: m(x).sum())(state)[1])(numbers(3, WIDTH, seed=0))
 
     def by_weights(m: Any, seed: int) -> torch.Tensor:
         of = lambda p: torch.func.functional_call(m, p, (numbers(3, WIDTH, seed=seed),)).sum()  # noqa: E731
-        total: torch.Tensor = sum(g.square().sum() for g in grad(of)(dict(m.named_parameters())).values())
-        return total
+        return sum(g.square().sum() for g in grad(of)(dict(m.named_parameters())).values())
 
     def taken(state: fsdp.State, model: Any, loss: Any) -> Callable[[], Any]:
         return lambda: T.forward_backward(model, loss)(state, 0)
@@ -444,33 +442,12 @@ def test_what_cannot_be_compiled_says_so_and_leaves_torch_as_it_was() -> None:
         torch.compile(T.forward_backward(model, INSIDE["grad"]), fullgraph=True, backend="aot_eager")(state, x)
 
 
-class Then(nn.Module):
-    """A linear layer, and a module that some transform of torch's has no rule for."""
-
-    def __init__(self, b: nn.Module) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), b
-        self.double()
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.b(self.a(x))
+def attends(b: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return b(x[None], x[None], x[None], need_weights=False)[0]
 
 
-class Attention(nn.MultiheadAttention):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        y: torch.Tensor = super().forward(x[None], x[None], x[None], need_weights=False)[0]
-        return y
-
-
-class Recurrent(nn.LSTM):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        y: torch.Tensor = super().forward(x)[0]
-        return y
-
-
-class Bag(nn.EmbeddingBag):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(torch.zeros(2, 3, dtype=torch.int64), per_sample_weights=x[:2, :3])
+def looks_up(b: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return b(torch.zeros(2, 3, dtype=torch.int64), per_sample_weights=x[:2, :3])
 
 
 SAMPLES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
@@ -478,18 +455,19 @@ SAMPLES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "vmap": lambda m, x: vmap(lambda x: m(x[None]))(x).square().mean(),
     "grad": INSIDE["grad"],
 }
+#: modules that some transform of torch's has no rule for
 GAPS: list[tuple[Callable[[], nn.Module], str]] = [
-    (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)), "vmap"),
-    (lambda: Attention(WIDTH, 2, batch_first=True), "jvp"), (lambda: Attention(WIDTH, 2, batch_first=True), "grad"),
-    (lambda: Recurrent(WIDTH, WIDTH), "vmap"),
-    (lambda: Bag(5, WIDTH, mode="sum"), "jvp"), (lambda: Bag(5, WIDTH, mode="sum"), "grad"),
-]  # fmt: skip
+    (lambda: Then(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))), "vmap"),
+    *((lambda: Then(nn.MultiheadAttention(WIDTH, 2, batch_first=True), attends), name) for name in ("jvp", "grad")),
+    (lambda: Then(nn.LSTM(WIDTH, WIDTH), lambda b, x: b(x)[0]), "vmap"),
+    *((lambda: Then(nn.EmbeddingBag(5, WIDTH, mode="sum"), looks_up), name) for name in ("jvp", "grad")),
+]
 
 
 @each_rank(1)
 def test_operators_without_a_rule_fail_as_in_plain_torch_and_the_unit_is_named() -> None:
     for make, transform in GAPS:
-        x, module, loss = numbers(3, WIDTH, seed=1), Then(make()), SAMPLES[transform]
+        x, module, loss = numbers(3, WIDTH, seed=1), make(), SAMPLES[transform]
         with pytest.raises(RuntimeError) as plain:  # NotImplementedError is one
             loss(module, x).backward()
         state, model = start(module, units=["a", "b"])
@@ -512,8 +490,7 @@ def _kept(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _doubled(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = 2 * ctx.saved_tensors[0] * grad
-    return y
+    return 2 * ctx.saved_tensors[0] * grad
 
 
 square.register_autograd(_doubled, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
@@ -526,17 +503,7 @@ class Square(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = square(x)
-        return y
-
-
-class Applies(nn.Module):
-    def __init__(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.a, self.fn = nn.Linear(WIDTH, WIDTH).double(), fn
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fn(self.a(x))
+        return square(x)
 
 
 @each_rank(1)
@@ -545,7 +512,7 @@ def test_tangents_of_an_operator_of_torch_library_take_a_function_around_it() ->
     slopes = []
     for fn in (torch.square, Square.apply, square):
         torch.manual_seed(0)
-        state, model = start(Applies(fn))
+        state, model = start(Then(fn))
         slopes.append(T.jvp(model)(state, state.main, numbers(3, WIDTH, seed=1))[1][1])
     right, around, alone = slopes
     torch.testing.assert_close(around, right)
@@ -565,8 +532,7 @@ class Statistics(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.mean = 0.9 * self.mean + 0.1 * x.detach().reshape(-1, WIDTH).mean(0)
-        y: torch.Tensor = self.linear(x) * self.mean
-        return y
+        return self.linear(x) * self.mean
 
 
 @each_rank(1)
@@ -609,8 +575,7 @@ class Tells(nn.Module):
 def told(m: Any, seed: int) -> torch.Tensor:
     x = numbers(3, WIDTH, seed=seed)
     inner = grad(lambda x: m(x).sin().sum())(x).square().mean() + jvp(m, (x,), (x,))[1].square().mean()
-    out: torch.Tensor = inner + m(x).mean()
-    return out
+    return inner + m(x).mean()
 
 
 @pytest.mark.parametrize("preset", ["zero3", "zero2"])
