@@ -6,15 +6,17 @@ import functools
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from support.driven import refused
 from support.ranks import each_rank, launch
 
 import functional_fsdp as fsdp
-from functional_fsdp import SpecError, TreeError, _init
+from functional_fsdp import SpecError, _init
 from functional_fsdp import _redistribute as _replace
 from functional_fsdp import transforms as T
 from functional_fsdp._state import shard as _shard
@@ -259,29 +261,22 @@ def test_nothing_is_broken_afterwards(found: Found) -> None:
     assert len({by_rank["afterwards"] for by_rank in found}) == 1
 
 
-def experts(differ: str) -> str:
-    """Leaves of their own along the axis `expert`; what `differ` says is different where it must not be."""
+@pytest.mark.parametrize(
+    ("differ", "said"),
+    [("nothing", ()), ("experts", ("rank 0 has experts checksum ", ", rank 2 has experts checksum ")),
+     ("rest", ("rank 0 has rest checksum ", ", rank 1 has rest checksum "))],
+)  # fmt: skip
+@each_rank(4)
+def test_experts_may_differ_along_their_axis_only(differ: str, said: tuple[str, ...]) -> None:
     mesh = fsdp.local_mesh(data=2, expert=2)
     rank, expert = mesh.get_rank(), mesh.get_local_rank("expert")
     spec = fsdp.Spec(mesh, {"experts": fsdp.zero3("data"), "*": fsdp.zero3("data", "expert")})
     number = rank if differ == "experts" else expert
     tree = {"experts": torch.full((3,), number), "rest": torch.full((3,), expert if differ == "rest" else 0)}
-    try:
-        state = fsdp.shard(tree, spec)
-    except TreeError as error:
-        return str(error)
-    return str(fsdp.full_params(state)["experts"].tolist() == [expert] * 3)
-
-
-def test_experts_may_differ_along_their_axis_only() -> None:
-    assert launch(experts, ("nothing",), nprocs=4) == ["True"] * 4
-    text = "values. The first leaf that differs: rank 0 has experts checksum "
-    for said in launch(experts, ("experts",), nprocs=4):
-        assert text in said
-        assert ", rank 2 has experts checksum " in said
-    for said in launch(experts, ("rest",), nprocs=4):
-        assert "rank 0 has rest checksum " in said
-        assert ", rank 1 has rest checksum " in said
+    if said:
+        refused((lambda: fsdp.shard(tree, spec), "TreeError", "values. The first leaf that differs: ", *said))
+    else:
+        assert fsdp.full_params(fsdp.shard(tree, spec))["experts"].tolist() == [expert] * 3
 
 
 def test_one_pattern_of_buffers_is_one_pattern() -> None:
@@ -364,7 +359,9 @@ def make_small() -> nn.Module:
     return nn.Linear(3, 2)
 
 
-def stopped_between(call: str) -> list[str]:
+@pytest.mark.parametrize("call", ["shard", "init", "replace_params"])
+@each_rank(2, processes=True)
+def test_a_rank_that_is_stopped_between_the_parts_of_a_call_is_met(call: str) -> None:
     """Rank 1 runs out of memory once what was given has been compared; both make the call again."""
     state = shard()
     whole = fsdp.full_params(state)
@@ -374,26 +371,10 @@ def stopped_between(call: str) -> list[str]:
         "replace_params": (_replace, "_compare", lambda: fsdp.replace_params(state, whole)),
     }
     module, name, do = calls[call]
-    real, met = getattr(module, name), []
-
-    def stopped(*_: Any) -> Any:
-        setattr(module, name, real)
-        raise MemoryError
-
     if dist.get_rank():
-        setattr(module, name, stopped)
-    for _ in range(2):
-        try:
+        with mock.patch.object(module, name, side_effect=MemoryError), pytest.raises(MemoryError):
             do()
-            met.append("done")
-        except (MemoryError, fsdp.RestartError) as error:
-            met.append(type(error).__name__)
-    return met
-
-
-@pytest.mark.parametrize("call", ["shard", "init", "replace_params"])
-def test_a_rank_that_is_stopped_between_the_parts_of_a_call_is_met(call: str) -> None:
-    assert launch(stopped_between, (call,), nprocs=2, processes=True) == [
-        ["RestartError", "done"],
-        ["MemoryError", "done"],
-    ]
+    else:
+        with pytest.raises(fsdp.RestartError):
+            do()
+    do()

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.problems import batch, loss_fn, mesh_and_placement, net
+from support.ranks import each_rank
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 
 UNIT, LEAF, RANK = "blocks.1", "blocks.1.up.weight", 1
@@ -55,58 +55,43 @@ def begin(preset: str) -> tuple[fsdp.State, Any]:
     return fsdp.shard(params, fsdp.Spec(mesh, placement), fsdp.sgd(lr=0.1)), model
 
 
-def driven(preset: str, second_order: bool) -> dict[str, Any]:
+@pytest.mark.parametrize("second_order", [False, True])
+@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+@each_rank(2)
+def test_the_rank_whose_gradient_was_bad_is_named(preset: str, second_order: bool) -> None:
     state, model = begin(preset)
     data = batch(0, dist.get_rank())
     model.blocks[1].up.broken = True
     looking = T.forward_backward(model, loss_fn, find_nonfinite=True, second_order=second_order)
-    found: dict[str, Any] = {}
-    try:
+    said = f"before the reduction: rank {RANK}, unit '{UNIT}', leaf '{LEAF}': 2 elements"
+    with pytest.raises(T.NonfiniteError, match=said) as caught:
         looking(state, data)
-    except T.NonfiniteError as error:
-        found["error"] = (str(error), error.found, pickle.loads(pickle.dumps(error)).found == error.found)
+    assert caught.value.found == [T.Nonfinite(LEAF, UNIT, RANK, 2)]
+    assert pickle.loads(pickle.dumps(caught.value)).found == caught.value.found
     model.blocks[1].up.broken = False
     looking = T.forward_backward(model, loss_fn, find_nonfinite=True, second_order=second_order)
     plain = T.forward_backward(model, loss_fn, second_order=second_order)
     middle, _ = looking(state, data)  # the state before the step is valid, and nothing is found
     seen = fsdp.full_params(fsdp.step(middle))
     other = fsdp.full_params(fsdp.step(plain(begin(preset)[0], data)[0]))
-    found["same"] = all(torch.equal(seen[path], other[path]) for path in seen)
-    return found
+    assert all(torch.equal(seen[path], other[path]) for path in seen)
 
 
-@pytest.mark.parametrize("second_order", [False, True])
-@pytest.mark.parametrize("preset", ["zero3", "ddp"])
-def test_the_rank_whose_gradient_was_bad_is_named(preset: str, second_order: bool) -> None:
-    for found in launch(driven, (preset, second_order), nprocs=2):
-        said, findings, kept = found["error"]
-        assert findings == [T.Nonfinite(LEAF, UNIT, RANK, 2)]
-        assert f"before the reduction: rank {RANK}, unit '{UNIT}', leaf '{LEAF}': 2 elements" in said
-        assert kept
-        assert found["same"]
-
-
-def by_hand(preset: str) -> tuple[list[T.Nonfinite], list[T.Nonfinite], list[T.Nonfinite], str]:
-    state, _ = begin(preset)
-    state, params = fsdp.unshard(state)
+@pytest.mark.parametrize("preset", ["zero3", "zero1"])
+@each_rank(2)
+def test_gradients_by_hand_and_reduced_ones(preset: str) -> None:
+    state, params = fsdp.unshard(begin(preset)[0])
     grads = {path: torch.ones_like(p) for path, p in params.items()}
     if dist.get_rank() == RANK:
         grads[LEAF].view(-1)[5] = float("inf")
     state, whole = T.find_nonfinite(state, grads)
     part = {path.removeprefix(f"{UNIT}."): g for path, g in grads.items() if path.startswith(f"{UNIT}.")}
     state, unit = T.find_nonfinite(state, part, UNIT)
-    with pytest.raises(fsdp.ScheduleError) as error:
+    assert whole == unit == [T.Nonfinite(LEAF, UNIT, RANK, 1)]
+    with pytest.raises(fsdp.ScheduleError, match="there is no unit 'nothing'"):
         T.find_nonfinite(state, part, "nothing")
     with pytest.raises(fsdp.TreeError, match="the gradient tree has another structure"):
         T.find_nonfinite(state, part)
     state, reduced = T.find_nonfinite(fsdp.reduce(state, grads))
-    return whole, unit, reduced, str(error.value)
-
-
-@pytest.mark.parametrize("preset", ["zero3", "zero1"])
-def test_gradients_by_hand_and_reduced_ones(preset: str) -> None:
-    for whole, unit, reduced, said in launch(by_hand, (preset,), nprocs=2):
-        assert whole == unit == [T.Nonfinite(LEAF, UNIT, RANK, 1)]
-        assert [(one.leaf, one.elements) for one in reduced] == [(LEAF, 1)]
-        assert reduced[0].rank == 0  # whose shard it is: the first elements of the unit
-        assert "there is no unit 'nothing'" in said
+    # of the rank whose shard it is: the first elements of the unit
+    assert [(one.leaf, one.elements, one.rank) for one in reduced] == [(LEAF, 1, 0)]

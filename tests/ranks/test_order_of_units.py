@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from support.ranks import each_rank, launch
 from support.scenario import SGD, Scenario, Seen, alike, plain, run
 from support.tables import FULL
 from torch.utils.checkpoint import checkpoint
 
 import functional_fsdp as fsdp
-from functional_fsdp import Schedule, Spec, launch
+from functional_fsdp import Schedule, Spec
 from functional_fsdp import transforms as T
 
 WIDTH = 4
@@ -128,24 +129,21 @@ class Tower(nn.Module):
         return h
 
 
-def left_out(order: Any, first: bool) -> tuple[str, int]:
-    """Three steps in which rank 1 has no image, or, with `first`, none but in the first. What was raised, and steps."""
-    mesh = fsdp.local_mesh()
+ORDER = ("embed", "tower", "layers.0", "layers.1", "layers.2")
+
+
+@pytest.mark.parametrize(("order", "first"), [
+    ((*ORDER, *reversed(ORDER)), False), (None, True),  # the first step has shown it
+    (None, False),  # nor need all ranks show it
+])  # fmt: skip
+@each_rank(2, timeout=60)
+def test_a_rank_may_leave_out_what_comes_where_the_schedule_has_it(order: Any, first: bool) -> None:
+    """Three steps in which rank 1 has no image, or, with `first`, none but in the first."""
     params, model = fsdp.functionalize(Tower())
-    state = fsdp.shard(params, Spec(mesh, schedule=Schedule(order=order)), fsdp.sgd(lr=0.1))
+    state = fsdp.shard(params, Spec(fsdp.local_mesh(), schedule=Schedule(order=order)), fsdp.sgd(lr=0.1))
     forward_backward = T.forward_backward(model, lambda model, x, image: model(x, image).square().mean())
-    try:
-        for step in range(3):
-            image = dist.get_rank() == 0 or (first and step == 0)
-            state, _ = forward_backward(state, torch.randn(2, WIDTH), image)
-            state = fsdp.step(state)
-    except fsdp.ScheduleError as error:
-        return str(error), state.steps
-    return "", state.steps
-
-
-def test_a_rank_may_leave_out_what_comes_where_the_schedule_has_it() -> None:
-    order = ("embed", "tower", "layers.0", "layers.1", "layers.2")
-    assert launch(left_out, ((*order, *reversed(order)), False), nprocs=2, timeout=60) == [("", 3)] * 2
-    assert launch(left_out, (None, True), nprocs=2, timeout=60) == [("", 3)] * 2  # the first step has shown it
-    assert launch(left_out, (None, False), nprocs=2, timeout=60) == [("", 3)] * 2  # nor need all ranks show it
+    for step in range(3):
+        image = dist.get_rank() == 0 or (first and step == 0)
+        state, _ = forward_backward(state, torch.randn(2, WIDTH), image)
+        state = fsdp.step(state)
+    assert state.steps == 3

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from support.chains import Chain, mean_square
 from support.commands import TORCHAO
 from support.packed import of_whole_trees, unit_by_unit
+from support.ranks import each_rank
 from support.scenario import Scenario, Seen, all_alike, begun, plain
 from support.tables import FULL
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp._common.tree import bytes_text
 from functional_fsdp._spec.precision import Form
@@ -182,49 +183,31 @@ def test_schedules(schedule: dict[str, Any]) -> None:
     all_alike(scenario("zero3", schedule=fsdp.Schedule(**schedule)), other=reference("nf4", 2))
 
 
-class Mixed(nn.Module):
-    """A layer that trains, and frozen bases with adapters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp = nn.Linear(64, 64)
-        self.blocks = nn.ModuleList(Lora(64, 64) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-def held(keep: Any) -> tuple[fsdp.Plan, int, int]:
-    """The plan, bytes of the arena at the peak, and all-gathers of a step."""
-    torch.manual_seed(0)
-    params, model = fsdp.functionalize(Mixed())
-    precision = {"*.base.weight": fsdp.Precision(main=fsdp.int8), "*": fsdp.Precision()}
-    schedule = fsdp.Schedule(keep=keep)
-    spec = fsdp.Spec(fsdp.local_mesh(), precision=precision, schedule=schedule)
-    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
-    forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())
-    memory = T.step_memory(forward_backward, state, torch.ones(3, 64))
-    state = fsdp.step(forward_backward(state, torch.ones(3, 64))[0])
-    before = state._executor.run.issued["gather"].count
-    state = fsdp.step(forward_backward(state, torch.ones(3, 64))[0])
-    return state.cursor.plan, memory.parts["arena"], state._executor.run.issued["gather"].count - before
-
-
+@each_rank(2)
 def test_frozen_bases_are_gathered_once_a_step() -> None:
     """Units that are mostly frozen; those that train are gathered twice as ever. Plans and peaks show the bytes."""
-    (plain, arena, often), (plan, larger, seldom) = (
-        launch(held, (keep,), nprocs=2, simulate=True)[0] for keep in (None, "frozen")
-    )
+    plans, arenas, gathers = list[fsdp.Plan](), list[int](), list[int]()
+    for keep in (None, "frozen"):
+        torch.manual_seed(0)
+        params, model = fsdp.functionalize(Chain(nn.Linear(64, 64), (Lora(64, 64) for _ in range(3))))
+        precision = {"*.base.weight": fsdp.Precision(main=fsdp.int8), "*": fsdp.Precision()}
+        spec = fsdp.Spec(fsdp.local_mesh(), precision=precision, schedule=fsdp.Schedule(keep=keep))
+        state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
+        forward_backward = T.forward_backward(model, mean_square)
+        arenas.append(T.step_memory(forward_backward, state, torch.ones(3, 64)).parts["arena"])
+        state = fsdp.step(forward_backward(state, torch.ones(3, 64))[0])
+        before = state._executor.run.issued["gather"].count
+        state = fsdp.step(forward_backward(state, torch.ones(3, 64))[0])
+        plans.append(state.cursor.plan)
+        gathers.append(state._executor.run.issued["gather"].count - before)
+    plain, plan = plans
     blocks = ["blocks.0", "blocks.1", "blocks.2"]
     assert {unit.name: unit.gathers for unit in plain.units} == {"inp": 2, "blocks.0": 2, "blocks.1": 2, "blocks.2": 1}
     assert {unit.name: unit.gathers for unit in plan.units} == {"inp": 2, **dict.fromkeys(blocks, 1)}
     kept = sum(plan.by_name[name].nbytes for name in blocks)
-    assert larger == plan.arena >= kept > arena - plan.by_name["inp"].nbytes
+    assert arenas[1] == plan.arena >= kept > arenas[0] - plan.by_name["inp"].nbytes
     assert f"{bytes_text(kept)} of it kept" in str(plan)
-    assert often > seldom
+    assert gathers[0] > gathers[1]
     assert "keeps what is frozen" in str(fsdp.Schedule(keep="frozen"))
     assert "keeps what is frozen" in str(fsdp.Spec({"data": 4}, schedule=fsdp.Schedule(keep="frozen")))
 
@@ -237,7 +220,7 @@ def test_compiled_units() -> None:
         torch.manual_seed(0)
         params, model = fsdp.functionalize(nn.Sequential(Lora(20, 11)))
         state = fsdp.shard(params, fsdp.Spec(mesh, precision={"0.base.weight": fsdp.Precision(main=fsdp.nf4)}))
-        seen: Any = T.forward_backward(model, lambda model, x: model(x).square().mean(), compile=compile)
+        seen: Any = T.forward_backward(model, mean_square, compile=compile)
         found.append(seen(state, torch.ones(3, 20))[1])
     assert torch.allclose(*found)
 
@@ -245,7 +228,8 @@ def test_compiled_units() -> None:
 # ---------------------------------------------------------------- states that move
 
 
-def moved(folder: Path) -> None:
+@each_rank(2)
+def test_copies_checkpoints_and_other_layouts_keep_the_bytes(tmp_path: Path) -> None:
     state, model = start("zero3")
     forward_backward = T.forward_backward(model, loss_fn)
     rank = dist.get_rank()
@@ -258,12 +242,12 @@ def moved(folder: Path) -> None:
             assert torch.equal(p.bits if path in bits else p, bits[path] if path in bits else right[path]), path
         return other
 
-    fsdp.save(state, folder / "saved")
+    fsdp.save(state, tmp_path / "saved")
     mesh: Any = state.spec.mesh
     same(copy.deepcopy(state))
     same(pickle.loads(pickle.dumps(state)))
-    same(fsdp.load(folder / "saved", like=start("ddp")[0]))
-    loaded = same(fsdp.load(folder / "saved", state.spec, fsdp.adamw(**OPTIMIZER)))
+    same(fsdp.load(tmp_path / "saved", like=start("ddp")[0]))
+    loaded = same(fsdp.load(tmp_path / "saved", state.spec, fsdp.adamw(**OPTIMIZER)))
     same(fsdp.replace_params(start("zero2")[0], right))
     same(fsdp.shard(right, fsdp.Spec(mesh, trainable={"*lora*": True, "*": False})))
     plain = made()
@@ -281,36 +265,25 @@ def moved(folder: Path) -> None:
     assert [b.main for b in state.layout.buckets.values() if b.packed] == [torch.uint8]  # the embedding
     for path, p in fsdp.full_params(state).items():
         assert torch.equal(p.clone(), plain.get_parameter(path))
-    state = same(
-        fsdp.redistribute(state, fsdp.Spec(mesh, precision=rules(fsdp.nf4())))
-    )  # its numbers are nf4's already
+    again = fsdp.Spec(mesh, precision=rules(fsdp.nf4()))
+    state = same(fsdp.redistribute(state, again))  # its numbers are nf4's already
     state = fsdp.freeze(state, "head.*")
     state = same(fsdp.unfreeze(state, "head.lora_*"))
     outs = [forward_backward(one, batch(1, rank))[1] for one in (state, loaded)]
     assert torch.equal(*outs)
 
 
-def test_copies_checkpoints_and_other_layouts_keep_the_bytes(tmp_path: Path) -> None:
-    launch(moved, (tmp_path,), nprocs=2, simulate=True)
-
-
-def read(folder: Path) -> bool:
-    plain = made()
-    path = folder / "plain.pt"
+@each_rank(2)
+def test_weights_of_files_are_packed_as_they_are_read(tmp_path: Path) -> None:
+    plain, path = made(), tmp_path / "plain.pt"
     if dist.get_rank() == 0:
         torch.save(plain.state_dict(), path)
     dist.barrier()
-    mesh = fsdp.local_mesh()
-    found = [
-        fsdp.init(made, fsdp.Spec(mesh, precision=rules(fsdp.nf4())), weights=w)[0] for w in (path, plain.state_dict())
-    ]
-    found.append(fsdp.shard(fsdp.functionalize(plain)[0], fsdp.Spec(mesh, precision=rules(fsdp.nf4()))))
+    spec = fsdp.Spec(fsdp.local_mesh(), precision=rules(fsdp.nf4()))
+    found = [fsdp.init(made, spec, weights=weights)[0] for weights in (path, plain.state_dict())]
+    found.append(fsdp.shard(fsdp.functionalize(plain)[0], spec))
     trees = [[getattr(p, "bits", p) for p in fsdp.full_params(one).values()] for one in found]
-    return all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(*trees, strict=True))
-
-
-def test_weights_of_files_are_packed_as_they_are_read(tmp_path: Path) -> None:
-    assert all(launch(read, (tmp_path,), nprocs=2, simulate=True))
+    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(*trees, strict=True))
 
 
 def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
@@ -323,9 +296,8 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     fsdp.save(state, tmp_path / "c")
     with pytest.raises(fsdp.CheckpointError, match=r"leaves that are packed \('embed.weight', by nf4\(\)\)"):
         fsdp.open_checkpoint(tmp_path / "c")
-    with pytest.raises(
-        fsdp.SpecError, match=r"'embed.weight' packed by nf4\(\), and this state has it packed by int8\(\)"
-    ):
+    said = r"'embed.weight' packed by nf4\(\), and this state has it packed by int8\(\)"
+    with pytest.raises(fsdp.SpecError, match=said):
         fsdp.load(tmp_path / "c", like=start("zero3", "int8")[0])
     with pytest.raises(fsdp.SpecError, match="is marked trainable, and it is packed"):
         fsdp.unfreeze(state, "embed.weight")

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.driven import refused
 from support.problems import mesh_and_placement, net
+from support.ranks import each_rank
 from support.strikes import bits
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 
 
 def weights() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -28,8 +29,10 @@ def on_meta(leaf: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(meta, leaf.requires_grad) if isinstance(leaf, torch.nn.Parameter) else meta
 
 
-def given(preset: str, src: int) -> bool:
-    """The same bits as where all ranks have them; the others' leaves have no values, or others."""
+@pytest.mark.parametrize(("preset", "ranks", "src"), [("zero3", 1, 0), ("zero2", 2, 1), ("hsdp", 4, 2)])
+@each_rank("ranks")
+def test_all_ranks_get_the_bits_of_one(preset: str, ranks: int, src: int) -> None:
+    """The others' leaves have no values, or others."""
     mesh, placement = mesh_and_placement(preset)
     spec = fsdp.Spec(mesh, placement)
     params, held = weights()
@@ -39,45 +42,27 @@ def given(preset: str, src: int) -> bool:
         params = {name: metas[id(leaf)] for name, leaf in params.items()}
         held = {name: torch.zeros_like(buffer) for name, buffer in held.items()}
     state = fsdp.shard(params, spec, fsdp.adamw(), buffers=held, src=src)
-    same = [torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-            for a, b in zip(bits(state), bits(wanted), strict=True)]  # fmt: skip
-    return all(same) and {k: b.tolist() for k, b in state.buffers.items()} == {"seen": 7, "mask": [True, False]}
+    for a, b in zip(bits(state), bits(wanted), strict=True):
+        assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    assert {k: b.tolist() for k, b in state.buffers.items()} == {"seen": 7, "mask": [True, False]}
 
 
-@pytest.mark.parametrize(("preset", "ranks", "src"), [("zero3", 1, 0), ("zero2", 2, 1), ("hsdp", 4, 2)])
-def test_all_ranks_get_the_bits_of_one(preset: str, ranks: int, src: int) -> None:
-    assert launch(given, (preset, src), nprocs=ranks) == [True] * ranks
-
-
-def refused() -> list[str]:
-    said: list[str] = []
-    alone = fsdp.Spec(fsdp.local_mesh())
-
-    def tried(**kwargs: Any) -> None:
-        spec = kwargs.pop("spec", alone)
-        params = kwargs.pop("params", {"a": torch.ones(4)})
-        with pytest.raises((fsdp.SpecError, fsdp.TreeError)) as caught:
-            fsdp.shard(params, spec, **kwargs)
-        said.append(str(caught.value))
-
-    rank = dist.get_rank()
-    tried(src=2)
-    tried(src=rank)
-    tried(src=0, params={"a": torch.ones(4 + rank)})
-    tried(src=0, params={"a": torch.ones(4, device="meta")})
-    tried(src=0, buffers={"b": torch.ones(1 + rank)})
-    mesh = fsdp.local_mesh(expert=2, data=1)
-    tried(src=0, spec=fsdp.Spec(mesh, {"a": fsdp.zero3("data")}))
-    return said
-
-
+@each_rank(2)
 def test_what_cannot_be_given_by_one_rank_is_refused() -> None:
-    for said in launch(refused, nprocs=2):
-        assert "shard(src=2): the mesh has the ranks [0, 1]. Give one of them." in said[0]
-        assert "src: 0" in said[1]
-        assert "src: 1" in said[1]
-        assert "Give every rank the same src" in said[1]
-        assert "ranks have different trees" in said[2]
-        assert "is on the meta device and has no values" in said[3]
-        assert "buffer b (1,)" in said[4]
-        assert "ranks have 'a' of their own along ['expert'], and rank 0 has not all of them" in said[5]
+    rank = dist.get_rank()
+    mesh = fsdp.local_mesh()
+    alone, experts = fsdp.Spec(mesh), fsdp.Spec(fsdp.local_mesh(expert=2, data=1), {"a": fsdp.zero3("data")})
+
+    def given(spec: fsdp.Spec, leaf: torch.Tensor, **more: Any) -> Any:
+        return lambda: fsdp.shard({"a": leaf}, spec, **more)
+
+    ones = torch.ones(4)
+    refused(
+        (given(alone, ones, src=2), "shard(src=2): the mesh has the ranks [0, 1]. Give one of them."),
+        (given(alone, ones, src=rank), "src: 0", "src: 1", "Give every rank the same src"),
+        (given(alone, torch.ones(4 + rank), src=0), "ranks have different trees"),
+        (given(alone, torch.ones(4, device="meta"), src=0), "is on the meta device and has no values"),
+        (given(alone, ones, src=0, buffers={"b": torch.ones(1 + rank)}), "buffer b (1,)"),
+        (given(experts, ones, src=0),
+         "ranks have 'a' of their own along ['expert'], and rank 0 has not all of them"),
+    )  # fmt: skip

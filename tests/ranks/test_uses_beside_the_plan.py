@@ -9,13 +9,14 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from support.problems import batch, loss_fn, net
-from support.ranks import launch
+from support.ranks import each_rank, launch
 from support.scenario import SGD, Scenario, Seen, alike, plain, run
 from support.tables import FULL, each
 from torch.utils.checkpoint import checkpoint
@@ -51,93 +52,75 @@ def pass_of(state: fsdp.State, used: list[str], train: bool, last: bool = True) 
     return state
 
 
-def wrong(state: fsdp.State, want: dict[str, float]) -> dict[str, float]:
-    """Leaves that are other than wanted in all their elements."""
+def moved_to(state: fsdp.State, want: dict[str, float], *case: Any) -> None:
+    """All elements of these leaves are there."""
     full = fsdp.full_params(state)
-    return {name: float(full[name].mean()) for name, value in want.items() if not bool((full[name] == value).all())}
+    for name, value in want.items():
+        assert (full[name] == value).all(), (name, float(full[name].mean()), *case)
 
 
-def one_pass_and_something(transport: Any, prefetch: int, beside: str) -> list[Any]:
-    found = []
-    mesh = fsdp.local_mesh()
+def five(size: int = 300) -> dict[str, torch.Tensor]:
+    return {f"l{i}": torch.zeros(size) for i in range(UNITS)}
+
+
+@pytest.mark.parametrize(("transport", "beside", "prefetch"), each(("collective", "copy_engine"), BESIDE, (0, 1, 2)))
+@each_rank(2, timeout=30)
+def test_who_left_units_out_starts_them_before_something_beside_the_plan(
+    transport: Any, beside: str, prefetch: int
+) -> None:
+    spec = Spec(fsdp.local_mesh(), fsdp.zero3("data"), schedule=Schedule(prefetch=prefetch), transport=transport)
     for train, skipped in itertools.product((False, True), SKIPPED):
-        schedule = Schedule(prefetch=prefetch)
-        params = {f"l{i}": torch.zeros(300) for i in range(UNITS)}
-        state = fsdp.shard(
-            params, Spec(mesh, fsdp.zero3("data"), schedule=schedule, transport=transport), fsdp.sgd(lr=1.0)
-        )
+        state = fsdp.shard(five(), spec, fsdp.sgd(lr=1.0))
         used = [unit for i, unit in enumerate(state.units) if dist.get_rank() or i not in skipped]
         state = BESIDE[beside](pass_of(state, used, train))
         state = fsdp.step(pass_of(state, list(state.units), True))
         want = {f"l{i}": -1.0 - train * (0.5 if i in skipped else 1.0) for i in range(UNITS)}
-        if off := wrong(state, want):
-            found.append((train, skipped, off))
-    return found
-
-
-@pytest.mark.parametrize(("transport", "beside", "prefetch"), each(("collective", "copy_engine"), BESIDE, (0, 1, 2)))
-def test_who_left_units_out_starts_them_before_something_beside_the_plan(
-    transport: Any, beside: str, prefetch: int
-) -> None:
-    assert launch(one_pass_and_something, (transport, prefetch, beside), nprocs=2, timeout=30) == [[], []]
-
-
-def a_tree_after_a_pass(second: int, order: Any) -> list[Any]:
-    """Two microbatches; in the first rank 0 leaves a unit out, the second is a whole tree."""
-    found = []
-    mesh = fsdp.local_mesh()
-    for name, skipped, last in itertools.product(("zero3", "zero2", "zero1", "ddp"), "ab", (False, True)):
-        spec = Spec(mesh, getattr(fsdp, name)("data"), schedule=Schedule(order=order))
-        state = fsdp.shard({"a": torch.zeros(300), "b": torch.zeros(second)}, spec, fsdp.sgd(lr=1.0))
-        used = [unit for unit in dict.fromkeys(order or state.units) if dist.get_rank() or unit != skipped]
-        state = pass_of(state, used, True, last)
-        state, weights = fsdp.unshard(state)
-        state = fsdp.step(fsdp.reduce(state, ones(weights, 4.0)))
-        if off := wrong(state, {key: -4.0 - (0.5 if key == skipped else 1.0) for key in "ab"}):
-            found.append((name, skipped, last, off))
-    return found
+        moved_to(state, want, train, skipped)
 
 
 @pytest.mark.parametrize(
     "order", [None, pytest.param(["a", "b", "b", "a"], marks=pytest.mark.large), ["b", "a", "a", "b"]]
 )
+@each_rank(2, timeout=30)
 def test_a_whole_tree_is_reduced_in_the_order_of_the_plan(order: Any) -> None:
-    for second in (300, 5000):
-        assert launch(a_tree_after_a_pass, (second, order), nprocs=2, timeout=30) == [[], []]
+    """Two microbatches; in the first rank 0 leaves a unit out, the second is a whole tree."""
+    presets = "zero3", "zero2", "zero1", "ddp"
+    for second, name, skipped, last in itertools.product((300, 5000), presets, "ab", (False, True)):
+        spec = Spec(fsdp.local_mesh(), getattr(fsdp, name)("data"), schedule=Schedule(order=order))
+        state = fsdp.shard({"a": torch.zeros(300), "b": torch.zeros(second)}, spec, fsdp.sgd(lr=1.0))
+        used = [unit for unit in dict.fromkeys(order or state.units) if dist.get_rank() or unit != skipped]
+        state = pass_of(state, used, True, last)
+        state, weights = fsdp.unshard(state)
+        state = fsdp.step(fsdp.reduce(state, ones(weights, 4.0)))
+        want = {key: -4.0 - (0.5 if key == skipped else 1.0) for key in "ab"}
+        moved_to(state, want, second, name, skipped, last)
 
 
-def two_models(steps: int) -> list[Any]:
+@each_rank(2, timeout=30)
+def test_two_models_of_one_mesh() -> None:
     """Rank 0 leaves units of one model out and goes on to the other, whose units rank 1 comes to later."""
-    mesh = fsdp.local_mesh()
-    states = []
-    for size in (300, 700):
-        params = {f"l{i}": torch.zeros(size) for i in range(UNITS)}
-        states.append(fsdp.shard(params, Spec(mesh, fsdp.zero3("data")), fsdp.sgd(lr=1.0)))
+    mesh, steps = fsdp.local_mesh(), 2
+    states = [fsdp.shard(five(size), Spec(mesh, fsdp.zero3("data")), fsdp.sgd(lr=1.0)) for size in (300, 700)]
     for _ in range(steps):
         for k, state in enumerate(states):
             used = [unit for i, unit in enumerate(state.units) if dist.get_rank() or i != 4 * k]
             states[k] = pass_of(state, used, True)
         states = [fsdp.pmean(state, torch.ones(()))[0] for state in states]
         states = [fsdp.step(state) for state in states]
-    want = [{f"l{i}": -steps * (0.5 if i == 4 * k else 1.0) for i in range(UNITS)} for k in (0, 1)]
-    return [wrong(state, one) for state, one in zip(states, want, strict=True)]
+    for k, state in enumerate(states):
+        moved_to(state, {f"l{i}": -steps * (0.5 if i == 4 * k else 1.0) for i in range(UNITS)}, k)
 
 
-def test_two_models_of_one_mesh() -> None:
-    assert launch(two_models, (2,), nprocs=2, timeout=30) == [[{}, {}], [{}, {}]]
-
-
-def a_frozen_stem(late: int) -> list[Any]:
+@pytest.mark.parametrize("late", [0, 1, 2])
+@each_rank(2, timeout=30)
+def test_a_frozen_unit_may_be_used_after_the_last_gradient(late: int) -> None:
     """Rank 0 gives gradients some units late, and all use a frozen unit after the last one that trains."""
-    mesh = fsdp.local_mesh()
-    params = {f"l{i}": torch.zeros(300) for i in range(UNITS)}
-    spec = Spec(mesh, fsdp.zero3("data"), trainable={"l0": False, "l3": False})
-    state = fsdp.shard(params, spec, fsdp.sgd(lr=1.0))
-    held: list[Any] = []
+    spec = Spec(fsdp.local_mesh(), fsdp.zero3("data"), trainable={"l0": False, "l3": False})
+    state = fsdp.shard(five(), spec, fsdp.sgd(lr=1.0))
     for _ in range(2):
+        held: list[Any] = []
         for unit in state.units:
-            state, _ = fsdp.unshard(state, unit)
-            state = fsdp.release(state, unit)
+            state = fsdp.release(fsdp.unshard(state, unit)[0], unit)
         for unit in reversed(state.units):
             state, weights = fsdp.unshard(state, unit)
             held.append((unit, ones(weights)))
@@ -147,13 +130,7 @@ def a_frozen_stem(late: int) -> list[Any]:
                 state = fsdp.reduce(state, grads, whose)
         for whose, grads in held:
             state = fsdp.reduce(state, grads, whose)
-        held = []
-    return [wrong(fsdp.step(state), {f"l{i}": 0.0 if i in (0, 3) else -2.0 for i in range(UNITS)})]
-
-
-@pytest.mark.parametrize("late", [0, 1, 2])
-def test_a_frozen_unit_may_be_used_after_the_last_gradient(late: int) -> None:
-    assert launch(a_frozen_stem, (late,), nprocs=2, timeout=30) == [[{}], [{}]]
+    moved_to(fsdp.step(state), {f"l{i}": 0.0 if i in (0, 3) else -2.0 for i in range(UNITS)})
 
 
 def in_another_order(names: str) -> str:
@@ -195,35 +172,28 @@ def test_other_collectives_are_found_along_every_axis() -> None:
     assert said[1].startswith("ScheduleError")
 
 
-def slow_ranks(steps: int) -> list[Any]:
+@each_rank(4, processes=True, timeout=30)
+def test_who_is_slow_leaves_nothing_out() -> None:
     """Metrics over two axes between microbatches, at another speed on each rank: who is past them waits for who is not,
     which leaves nothing out."""
-    mesh = fsdp.local_mesh(replica=2, shard=2)
     params = {f"l{i}": torch.zeros(40 * 4**i) for i in range(UNITS)}
-    state = fsdp.shard(params, Spec(mesh, fsdp.hsdp("replica", "shard")), fsdp.sgd(lr=1.0))
-    draw = random.Random(dist.get_rank())
-    real = HostLanes.wait
+    spec = Spec(fsdp.local_mesh(replica=2, shard=2), fsdp.hsdp("replica", "shard"))
+    state, steps = fsdp.shard(params, spec, fsdp.sgd(lr=1.0)), 6 if FULL else 3
+    draw, real = random.Random(dist.get_rank()), HostLanes.wait
 
     def wait(self: Any, mark: Any) -> None:
         if draw.random() < 0.2:
             time.sleep(0.02 * draw.random())
         real(self, mark)
 
-    HostLanes.wait = wait  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(HostLanes, "wait", wait):
         for _ in range(steps):
             for _ in range(3):
                 state, weights = fsdp.unshard(state)
                 state = fsdp.reduce(state, ones(weights))
                 state, _ = fsdp.pmean(state, torch.ones(()))
             state = fsdp.step(state)
-    finally:
-        HostLanes.wait = real  # type: ignore[method-assign]
-    return [wrong(state, dict.fromkeys(params, -3.0 * steps))]
-
-
-def test_who_is_slow_leaves_nothing_out() -> None:
-    assert launch(slow_ranks, (6 if FULL else 3,), nprocs=4, timeout=30, processes=True) == [[{}]] * 4
+    moved_to(state, dict.fromkeys(params, -3.0 * steps))
 
 
 def elsewhere() -> tuple[str, int]:
