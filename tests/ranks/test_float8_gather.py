@@ -56,8 +56,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = (model(x).float() - torch.sin(x.float()).repeat(1, 2)).square().mean()
-    return loss
+    return (model(x).float() - torch.sin(x.float()).repeat(1, 2)).square().mean()
 
 
 def start(in_float8: bool, preset: str = "zero3", optimizer: Any = None, **spec: Any) -> tuple[fsdp.State, Any]:
@@ -122,8 +121,7 @@ class Gated(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.up(x).chunk(2, dim=-1)
-        out: torch.Tensor = x + self.down(nn.functional.silu(gate) * up)
-        return out
+        return x + self.down(nn.functional.silu(gate) * up)
 
 
 def between_passes(in_float8: bool, options: Any) -> tuple[list[float], list[str]]:
@@ -216,7 +214,8 @@ def right(state: fsdp.State) -> bool:
     return True
 
 
-def everywhere(folder: str) -> tuple[list[str], list[bool]]:
+@each_rank(2, processes=True)
+def test_scales_follow_main_weights_wherever_these_change(tmp_path: Path) -> None:
     state, skeleton = start(True)
     step, mesh = T.forward_backward(skeleton, loss_fn), fsdp.local_mesh()
 
@@ -225,18 +224,15 @@ def everywhere(folder: str) -> tuple[list[str], list[bool]]:
 
     specs = [fsdp.Spec(mesh, fsdp.zero3("data"), precision=PLAIN)]
     specs[:0] = [fsdp.Spec(mesh, placement, precision=RULES) for placement in (fsdp.zero3("data"), fsdp.zero1("data"))]
-    wrong, state, plain = strays(state, stepped, right, Path(folder), specs)
-    wrong += [name.name for name in (Path(folder) / "one").iterdir() if "scale" in name.name]
+    wrong, state, plain = strays(state, stepped, right, tmp_path, specs)
+    assert wrong == []
+    assert not [one for one in (tmp_path / "one").iterdir() if "scale" in one.name]
     predicted = T.apply(skeleton)(state, batch(0))[1]
     again = pickle.loads(pickle.dumps(skeleton))
     others = [T.apply(again)(state, batch(0))[1], T.apply(start(False)[1])(plain, batch(0))[1]]
     with torch.inference_mode():
         others.append(T.apply(skeleton)(state, batch(0))[1])
-    return wrong, [torch.equal(one, predicted) for one in others]
-
-
-def test_scales_follow_main_weights_wherever_these_change(tmp_path: Path) -> None:
-    assert launch(everywhere, (str(tmp_path),), nprocs=2) == [([], [True] * 3)] * 2
+    assert all(torch.equal(one, predicted) for one in others)
 
 
 def travelled(in_float8: bool) -> tuple[dict[str, list[int]], int, int]:
@@ -255,12 +251,9 @@ def travelled(in_float8: bool) -> tuple[dict[str, list[int]], int, int]:
     return seen, state.cursor.plan.arena, sum(buffer.local.nbytes for buffer in state.weights.values())
 
 
-def both() -> tuple[Any, Any]:
-    return travelled(False), travelled(True)
-
-
+@each_rank(2)
 def test_half_of_the_bytes_are_gathered_and_one_reduction_finds_all_scales() -> None:
-    (wide, wide_arena, none), (narrow, narrow_arena, copies) = launch(both, nprocs=2)[0]
+    (wide, wide_arena, none), (narrow, narrow_arena, copies) = travelled(False), travelled(True)
     matrices, rest = 4096, 512  # elements of a block, padding included; 5 of 6 gathers of blocks, see `print(plan)`
     assert sorted(wide["all_gather"])[-5:] == [2 * (matrices + rest)] * 5
     assert sorted(narrow["all_gather"])[-5:] == [matrices] * 5
@@ -282,12 +275,9 @@ def test_linears_that_cast_their_weights_otherwise_are_refused() -> None:
              for gather in (E4M3, torch.float8_e5m2)}  # fmt: skip
     for one, gather, said in (
         (by_rows, E4M3, "the float8 linear 'blocks.0.0' casts its weight dynamic, axiswise; expected one scale"),
-        (
-            module,
-            torch.float8_e5m2,
-            "casts its weight to torch.float8_e4m3fn, and it was gathered as torch.float8_e5m2",
-        ),
-    ):
+        (module, torch.float8_e5m2,
+         "casts its weight to torch.float8_e4m3fn, and it was gathered as torch.float8_e5m2"),
+    ):  # fmt: skip
         params, skeleton = fsdp.functionalize(one)
         state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), precision=rules[gather]), fsdp.sgd(lr=0.1))
         with pytest.raises(fsdp.SpecError, match=re.escape(said)):

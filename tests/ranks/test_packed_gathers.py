@@ -15,11 +15,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from support.chains import Chain
 from support.packed import of_whole_trees, unit_by_unit
+from support.ranks import each_rank
 from support.scenario import Scenario, begun, on_ranks
 from support.strays import strays
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp._spec.precision import Form
 from functional_fsdp.codecs.rows import Rows
@@ -45,8 +45,7 @@ def batch(step: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = (model(x).float() - x.float().sin().repeat(1, 2)[:, :21]).square().mean()
-    return loss
+    return (model(x).float() - x.float().sin().repeat(1, 2)[:, :21]).square().mean()
 
 
 def rules(codec: Any, compute: torch.dtype = torch.bfloat16) -> dict[str, fsdp.Precision]:
@@ -221,7 +220,8 @@ def right(state: fsdp.State) -> bool:
     return all(torch.equal(found[path].clone(), seen(path, want[path], "mxfp8", torch.bfloat16)) for path in packed)
 
 
-def everywhere(folder: Path) -> list[str]:
+@each_rank(2)
+def test_packed_copies_follow_main_weights_wherever_these_change(tmp_path: Path) -> None:
     state, model = start("zero3", "mxfp8")
     step, mesh = T.forward_backward(model, loss_fn), fsdp.local_mesh()
 
@@ -231,11 +231,8 @@ def everywhere(folder: Path) -> list[str]:
     packed = rules(fsdp.mxfp8())
     placements = [getattr(fsdp, preset)("data") for preset in ("zero1", "ddp", "zero3")]
     specs = [fsdp.Spec(mesh, placement, precision=packed) for placement in placements]
-    return strays(state, stepped, right, folder, [*specs, fsdp.Spec(mesh, precision=fsdp.Precision())])[0]
-
-
-def test_packed_copies_follow_main_weights_wherever_these_change(tmp_path: Path) -> None:
-    assert launch(everywhere, (tmp_path,), nprocs=2, simulate=True) == [[], []]
+    wrong, *_ = strays(state, stepped, right, tmp_path, [*specs, fsdp.Spec(mesh, precision=fsdp.Precision())])
+    assert wrong == []
 
 
 def test_the_peak_of_a_step_counts_bytes() -> None:
@@ -278,7 +275,8 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         T.compile(step)(state, batch(0, 0, torch.bfloat16))
 
 
-def without_eps() -> None:
+@each_rank(2)
+def test_an_eps_of_zero_leaves_zeros_beside_leaves() -> None:
     """Beside leaves 0 / 0 would be NaN, and what packs the last block of a leaf packs that, too."""
     mesh: Any = fsdp.local_mesh("cpu")
     params, grad = {"w": torch.linspace(1, 2, 300)}, torch.linspace(0, 1, 300)
@@ -299,7 +297,3 @@ def without_eps() -> None:
         assert float(found[0]) == pytest.approx(0.999**2)
         if not moments:  # a function's numbers are float32
             assert torch.allclose(found[1:], plain.detach()[1:], rtol=0, atol=1e-5 if callable(eps) else 0)
-
-
-def test_an_eps_of_zero_leaves_zeros_beside_leaves() -> None:
-    launch(without_eps, nprocs=2, simulate=True)
