@@ -118,8 +118,7 @@ def test_named_modules_and_an_exception_in_the_middle() -> None:
     def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
         if fails:
             raise KeyError(fails.pop())
-        out: torch.Tensor = model(x).square().mean()
-        return out
+        return model(x).square().mean()
 
     run = T.forward_backward(T.compile_units(skeleton, "2", "4", backend=pausing), loss_fn)
     state, report = T.compile_report(run, state, torch.ones(4, 6), rounds=1)
@@ -174,8 +173,7 @@ class Numbered(nn.Module):
         self.number, self.inner = number, nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor, kept: tuple[float, ...]) -> torch.Tensor:
-        out: torch.Tensor = self.inner(x) * kept[self.number]
-        return out
+        return self.inner(x) * kept[self.number]
 
 
 class Stack(nn.Module):
@@ -209,8 +207,7 @@ class Both(Stack):
     """A layer that is called, and one whose forward is."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers[1].forward(self.layers[0](self.first(x), (1.0,)), (1.0,))
-        return out
+        return self.layers[1].forward(self.layers[0](self.first(x), (1.0,)), (1.0,))
 
 
 @each_rank(1)

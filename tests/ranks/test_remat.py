@@ -8,7 +8,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -18,9 +18,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from support.attention import CALLS, CHANGES, DEPTH, Blocks, calls_of
 from support.chains import mean_square
+from support.driven import start
 from support.presets import PRESETS
 from support.problems import mesh_and_placement
-from support.ranks import launch
+from support.ranks import each_rank, launch
 from support.tables import marked
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -133,8 +134,7 @@ def noting(model: Any, kept: list[list[tuple[StorageWeakRef, int]]]) -> None:
             up = self.up(x)
             wide = F.gelu(up)
             kept.append([(StorageWeakRef(t.untyped_storage()), t.nbytes) for t in (x, up, wide)])
-            y: torch.Tensor = self.down(wide)
-            return y
+            return self.down(wide)
 
     for block in model.blocks:
         block.mlp.__class__ = Noted
@@ -166,8 +166,7 @@ def test_bytes_that_are_kept(change: Callable[[Any], Any], there: list[int], mov
         kept.clear()
         out = model(x)
         found.append([n // SIZE for n in alive(kept)])
-        loss: torch.Tensor = out.square().mean()
-        return loss
+        return out.square().mean()
 
     forward_backward = T.forward_backward(change(model), loss_fn)
     made_at: list[int] = []
@@ -194,18 +193,15 @@ def test_an_output_is_kept_only_if_something_after_it_is_computed_again() -> Non
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             out = self.up(self.norm(x))
             outs.append(StorageWeakRef(out.untyped_storage()))
-            y: torch.Tensor = x + out  # which keeps nothing
-            return y
+            return x + out  # which keeps nothing
 
     outs: list[StorageWeakRef] = []
-    params, model = fsdp.functionalize(nn.Sequential(Ends(), Ends()))
-    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    state, model = start(nn.Sequential(Ends(), Ends()))
 
     def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
         out = model(x)
         assert all(ref.expired() for ref in outs)
-        loss: torch.Tensor = out.square().mean()
-        return loss
+        return out.square().mean()
 
     T.forward_backward(T.remat(model, "*", save=("up",)), loss_fn)(state, batch(0))
     assert len(outs) == 2  # what is computed again ends with the norm
@@ -257,8 +253,7 @@ def test_what_was_moved_comes_back_one_block_ahead(monkeypatch: pytest.MonkeyPat
     class Named(type(model.blocks[0])):  # type: ignore[misc]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             events.append(self.name)
-            y: torch.Tensor = super().forward(x)
-            return y
+            return super().forward(x)
 
     for i, one in enumerate(model.blocks):
         one.__class__, one.name = Named, i
@@ -302,17 +297,9 @@ def block(attention: Any, mlp: Any, w: Tree, h: torch.Tensor) -> torch.Tensor:
     return h + F.dropout(mlp(w, h), 0.1).sigmoid()
 
 
-def by_hand(way: str) -> tuple[list[torch.Tensor], tuple[int, ...]]:
-    from functools import partial
-
+def by_hand(stage: Any) -> tuple[list[torch.Tensor], tuple[int, ...]]:
     state, _ = made()
-    stages: dict[str, Any] = {
-        "plain": partial(block, attention, mlp),
-        "remat": T.remat(partial(block, attention, mlp)),
-        "parts": T.remat(partial(block, T.saved(attention), T.offload(mlp))),
-        "offload": T.offload(partial(block, attention, T.saved(mlp))),
-    }
-    stage, seen = stages[way], []
+    seen = []
     torch.manual_seed(dist.get_rank())
     calls_of()
     for step in range(2):
@@ -334,14 +321,18 @@ def by_hand(way: str) -> tuple[list[torch.Tensor], tuple[int, ...]]:
     return seen, calls_of()
 
 
+@each_rank(2, processes=True)
 def test_stages_by_hand() -> None:
-    calls = {"remat": (2, 2, 2), "parts": (2, 1, 1), "offload": (1, 1, 1)}
-    plain = launch(by_hand, ("plain",), nprocs=2, processes=True)
-    for way, expected in calls.items():
-        for (right, _), (seen, found) in zip(plain, launch(by_hand, (way,), nprocs=2, processes=True), strict=True):
-            assert len(seen) == len(right)
-            assert all(map(torch.equal, seen, right)), way
-            assert found == tuple(2 * DEPTH * n for n in expected)
+    right, _ = by_hand(partial(block, attention, mlp))
+    for stage, calls in (
+        (T.remat(partial(block, attention, mlp)), (2, 2, 2)),
+        (T.remat(partial(block, T.saved(attention), T.offload(mlp))), (2, 1, 1)),
+        (T.offload(partial(block, attention, T.saved(mlp))), (1, 1, 1)),
+    ):
+        seen, found = by_hand(stage)
+        assert len(seen) == len(right)
+        assert all(map(torch.equal, seen, right)), calls
+        assert found == tuple(2 * DEPTH * n for n in calls)
 
 
 # ---------------------------------------------------------------- around it
@@ -355,8 +346,7 @@ class InPlace(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.up(x)
         y += x
-        z: torch.Tensor = self.down(y.tanh())
-        return z
+        return self.down(y.tanh())
 
 
 @pytest.mark.parametrize("fate", ["save", "offload"])
@@ -376,8 +366,7 @@ def test_an_output_that_others_change_in_place(fate: str) -> None:
         module = nn.Sequential(InPlace(), InPlace())
         for part in module:
             part.up.__class__ = Counted
-        params, model = fsdp.functionalize(module)
-        state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+        state, model = start(module)
         forward_backward = T.forward_backward(change(model), mean_square)
         counts = []
         for i in range(3):
@@ -402,8 +391,7 @@ def test_what_is_saved_and_changed_in_place_is_an_error() -> None:
             y += 1
             return y
 
-    params, model = fsdp.functionalize(nn.Sequential(Spoils()))
-    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    state, model = start(nn.Sequential(Spoils()))
     with pytest.raises(fsdp.ScheduleError, match="changed in place after it was kept"):
         T.forward_backward(T.offload(model, "0"), mean_square)(state, batch(0))
 
@@ -449,8 +437,7 @@ def test_after_an_error_in_a_part_tensors_are_saved_as_before(fate: str) -> None
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if fails[0]:
                 raise ValueError("bad data")
-            y: torch.Tensor = super().forward(x)
-            return y
+            return super().forward(x)
 
     model.blocks[1].mlp.__class__ = Fails  # type: ignore[index, union-attr]
     forward_backward = T.forward_backward(T.remat(model, "blocks.*", **parts), mean_square)
@@ -474,8 +461,7 @@ def test_a_recomputation_that_goes_on_to_its_end_runs_a_part_whose_output_was_le
     found = []
     for stops in (True, False):
         torch.manual_seed(0)
-        params, model = fsdp.functionalize(nn.Sequential(nn.Sequential(nn.LayerNorm(WIDTH), Ends(WIDTH, WIDTH))))
-        state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+        state, model = start(nn.Sequential(nn.Sequential(nn.LayerNorm(WIDTH), Ends(WIDTH, WIDTH))))
         runs.clear()
         with set_checkpoint_early_stop(stops):
             state, _ = T.forward_backward(T.remat(model, "0", save=("1",)), mean_square)(state, batch(0))
@@ -498,14 +484,12 @@ def test_a_second_gradient() -> None:
     """A penalty: saved parts are differentiated twice; what would be moved is refused, and whole weights with it."""
     torch.manual_seed(0)
     parts = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
-    params, model = fsdp.functionalize(nn.ModuleDict({"a": parts, "b": copy.deepcopy(parts)}))
-    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    state, model = start(nn.ModuleDict({"a": parts, "b": copy.deepcopy(parts)}))
 
     def penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
         x = x.clone().requires_grad_()
         (dx,) = torch.autograd.grad(model["b"](model["a"](x)).sum(), x, create_graph=True)
-        loss: torch.Tensor = dx.square().mean()
-        return loss
+        return dx.square().mean()
 
     losses, found = [], []
     for one in (model, T.remat(model, "a", "b", save=("2",))):
@@ -527,9 +511,10 @@ def test_in_compiled_code_nothing_is_moved() -> None:
         launch(trained, ("both", "zero3", "whole"), nprocs=1, processes=True)
 
 
-def compiled_once_for_all() -> None:
-    made_of: list[Any] = []
-    ran: list[Any] = []
+@each_rank(1, processes=True)
+def test_units_recompute_around_their_compiled_code_which_is_one_for_all() -> None:
+    """In a process of its own: after some tests torch finds no code in its cache."""
+    made_of, ran = list[Any](), list[Any]()
 
     def boxed(graph: Any, inputs: Any, log: Any = None) -> Any:
         def call(args: Any) -> Any:
@@ -554,11 +539,6 @@ def compiled_once_for_all() -> None:
         state = fsdp.step(state)
         assert len(ran) == 4 + 2
     assert len(made_of) == 2  # the first block's input has no gradient; the others share one
-
-
-def test_units_recompute_around_their_compiled_code_which_is_one_for_all() -> None:
-    """In a process of its own: after some tests torch finds no code in its cache."""
-    launch(compiled_once_for_all, nprocs=1, processes=True)
 
 
 # ---------------------------------------------------------------- errors
