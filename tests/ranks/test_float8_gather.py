@@ -214,7 +214,7 @@ def right(state: fsdp.State) -> bool:
     return True
 
 
-@each_rank(2, processes=True)
+@each_rank(2)
 def test_scales_follow_main_weights_wherever_these_change(tmp_path: Path) -> None:
     state, skeleton = start(True)
     step, mesh = T.forward_backward(skeleton, loss_fn), fsdp.local_mesh()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from support.problems import mesh_and_placement
-from support.ranks import launch
+from support.ranks import each_rank
 
 import functional_fsdp as fsdp
 from functional_fsdp import Spec
@@ -92,35 +92,36 @@ def optimizer(form: str) -> Any:
     return fsdp.from_updates(Pair(form))
 
 
-def saved(form: str, folder: str) -> list[bool]:
-    """Bits of the weights after the last step: straight on, from the checkpoint, elsewhere."""
+@each_rank(2)
+def saved(form: str, folder: Path) -> None:
+    """Bits of the weights after the last step: from the checkpoint, elsewhere, straight on."""
     state = stepped(fsdp.shard(tree(0), spec("zero3"), optimizer(form)), range(3))
-    path = fsdp.save(state, f"{folder}/{form}")
+    path = fsdp.save(state, folder)
     kept = fsdp.optimizer_state(state)
     assert sorted(kept["z.w"]) == ["largest.leaves", "trace.leaves"]
     assert kept["z.w"]["trace.leaves"].shape == (9, 40)
     units = ["m", ("a.w", "z.w"), ("a.bias", "z.bias")]
-    states = [
+    for one in (
         fsdp.load(path, like=fsdp.shard(tree(9), spec("zero3"), optimizer(form))),
         fsdp.load(path, spec("ddp", units), optimizer(form)),
         fsdp.redistribute(fsdp.load(path, spec("zero3"), optimizer(form)), spec("zero2", units)),
         state,
-    ]
-    wanted = plainly()
-    return [same(fsdp.full_params(stepped(one, range(3, STEPS))), wanted) for one in states]
+    ):
+        assert same(fsdp.full_params(stepped(one, range(3, STEPS))), plainly())
 
 
-def read(form: str, folder: str) -> bool:
-    state = fsdp.load(f"{folder}/{form}", spec("hsdp", ("a", "m", "z")), optimizer(form))
-    return same(fsdp.full_params(stepped(state, range(3, STEPS))), plainly())
+@each_rank(4)
+def read(form: str, folder: Path) -> None:
+    state = fsdp.load(folder, spec("hsdp", ("a", "m", "z")), optimizer(form))
+    assert same(fsdp.full_params(stepped(state, range(3, STEPS))), plainly())
 
 
 @pytest.mark.parametrize(
     "form", ["list", "sorted", *(pytest.param(x, marks=pytest.mark.large) for x in ("tuple", "dict"))]
 )
 def test_state_in_lists_goes_on_to_the_same_bits_in_any_world(form: str, tmp_path: Path) -> None:
-    assert launch(saved, (form, str(tmp_path)), nprocs=2) == [[True] * 4] * 2
-    assert launch(read, (form, str(tmp_path)), nprocs=4) == [True] * 4
+    saved(form=form, folder=tmp_path / "saved")
+    read(form=form, folder=tmp_path / "saved")
 
 
 @pytest.mark.parametrize("form", ["list", "sorted"])
@@ -167,16 +168,12 @@ class CountsInPython:
 @pytest.mark.parametrize(
     ("pair", "text"),
     [
-        (
-            ClipsByNorm(),
-            r"\(ClipsByNorm\): the pair is not elementwise, and .* sum is not .*test_from_updates\.py:\d+: ",
-        ),
-        (
-            CountsInPython(),
-            r"\(CountsInPython\): the pair keeps the Python number 1, 0 a step before; no State saves it",
-        ),
+        (ClipsByNorm(),
+         r"\(ClipsByNorm\): the pair is not elementwise, and .* sum is not .*test_from_updates\.py:\d+: "),
+        (CountsInPython(),
+         r"\(CountsInPython\): the pair keeps the Python number 1, 0 a step before; no State saves it"),
     ],
-)
+)  # fmt: skip
 def test_a_pair_that_shards_cannot_follow_is_refused(pair: Any, text: str) -> None:
     with pytest.raises(fsdp.SpecError, match=f"from_updates{text}"):
         fsdp.shard(tree(0), fsdp.Spec(fsdp.local_mesh()), fsdp.from_updates(pair))
