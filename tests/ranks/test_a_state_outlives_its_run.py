@@ -49,8 +49,7 @@ def tokens(step: int) -> torch.Tensor:
 
 
 def loss_fn(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
-    return loss
+    return model(input_ids=ids, labels=ids).loss
 
 
 def killed(name: str, folder: str) -> None:

@@ -69,8 +69,7 @@ def batch(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def whole(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = (model(x) - y).square().mean()
-    return loss
+    return (model(x) - y).square().mean()
 
 
 def by_tree(model: Any) -> Callable[..., Any]:
@@ -406,8 +405,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for part in self.trunk:
             x = torch.tanh(part(x))
-        out: torch.Tensor = self.head(torch.tanh(self.experts(x)))
-        return out
+        return self.head(torch.tanh(self.experts(x)))
 
 
 def of_many_kinds(name: str, marked: bool) -> list[Any]:

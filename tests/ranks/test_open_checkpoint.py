@@ -19,7 +19,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from safetensors.torch import load_file, save_file
+from support.driven import refused
 from support.peers import DECAY, LR, MORE, STEPS, PeerModel, batch_of, loss_of
+from support.ranks import each_rank
 
 import functional_fsdp as fsdp
 from functional_fsdp import convert, launch
@@ -240,17 +242,15 @@ def spoilt(path: Path, where: str, how: str) -> Path:
     return copy
 
 
+ALL = ("cut", "gone", "text", "evil")
+OF_RANK = "global_step3/zero_pp_rank_1_mp_rank_00"
 SPOILT = [
-    *[("dcp-nested", file, how) for file in ("__1_0.distcp", ".metadata") for how in ("cut", "gone")],
-    ("dcp-nested", ".metadata", "text"),
-    *[("rank-files", "model_world_size_2_rank_1.pt", how) for how in ("cut", "gone", "text", "evil")],
+    *[("dcp-nested", "__1_0.distcp", how) for how in ("cut", "gone")],
+    *[("dcp-nested", ".metadata", how) for how in ("cut", "gone", "text")],
+    *[("rank-files", "model_world_size_2_rank_1.pt", how) for how in ALL],
     ("rank-files", "optim_world_size_2_rank_0.pt", "gone"),
-    *[
-        ("deepspeed3", f"global_step3/zero_pp_rank_1_mp_rank_00_{kind}_states.pt", how)
-        for kind in ("model", "optim")
-        for how in ("cut", "gone", "text", "evil")
-    ],
-    ("deepspeed1", "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt", "gone"),
+    *[("deepspeed3", f"{OF_RANK}_{kind}_states.pt", how) for kind in ("model", "optim") for how in ALL],
+    ("deepspeed1", f"{OF_RANK}_optim_states.pt", "gone"),
     ("deepspeed2-universal", "zero/embed.weight/fp32.pt", "gone"),
     ("deepspeed2-universal", "zero/embed.weight/exp_avg.pt", "cut"),
     ("accelerate2-sharded", "pytorch_model_fsdp_0/__1_0.distcp", "cut"),
@@ -263,9 +263,8 @@ SPOILT = [
 @pytest.mark.parametrize(("name", "file", "how"), SPOILT)
 def test_what_is_cut_short_or_missing_is_an_error_that_names_it(name: str, file: str, how: str, unpacked: Any) -> None:
     copy = spoilt(unpacked(name), file, how)
-    with pytest.raises(
-        (fsdp.CheckpointError, FileNotFoundError), match=str(copy) if how == "gone" else Path(file).name
-    ):
+    named = str(copy) if how == "gone" else Path(file).name
+    with pytest.raises((fsdp.CheckpointError, FileNotFoundError), match=named):
         assert [*fsdp.open_checkpoint(copy).items()]
 
 
@@ -289,18 +288,16 @@ def test_files_of_two_runs_in_one_folder_are_refused(unpacked: Any) -> None:
         fsdp.open_checkpoint(copy)
     copy = spoilt(unpacked("rank-files"), "", "mixed")
     shutil.copy(copy / "model_world_size_2_rank_0.pt", copy / "model_world_size_2_rank_1.pt")
-    with pytest.raises(
-        fsdp.CheckpointError, match=r"rank_1\.pt has \[7, 6\] of 'embed\.weight' \[13, 6\]; rank 1 of 2"
-    ):
+    said = r"rank_1\.pt has \[7, 6\] of 'embed\.weight' \[13, 6\]; rank 1 of 2"
+    with pytest.raises(fsdp.CheckpointError, match=said):
         fsdp.open_checkpoint(copy)
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_what_would_run_is_refused_by_name_and_never_run(protocol: int, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
-    for i, evil in enumerate(
-        (Evil(exec, f"open({str(marker)!r}, 'w')"), Evil(marker.touch), Evil(getattr, "", "upper"))
-    ):
+    evils = Evil(exec, f"open({str(marker)!r}, 'w')"), Evil(marker.touch), Evil(getattr, "", "upper")
+    for i, evil in enumerate(evils):
         file = tmp_path / f"evil{i}.pt"
         torch.save({"w": torch.ones(2), "x": evil}, file, pickle_protocol=max(protocol, 2))
         with pytest.raises(fsdp.CheckpointError, match=rf"evil{i}\.pt wants \S*(exec|getattr)\S* to be called"):
@@ -400,9 +397,8 @@ def test_a_folder_of_float16_in_several_files_of_torch_save_is_widened(tmp_path:
     assert all(torch.equal(found[name], value.to(found[name].dtype)) for name, value in held.items())
     assert found["gate.weight"].dtype is torch.float32
     (folder / files[names[-1]]).unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"pytorch_model-00002-of-00002\.bin is missing: .*index\.json names it"
-    ):
+    said = r"pytorch_model-00002-of-00002\.bin is missing: .*index\.json names it"
+    with pytest.raises(FileNotFoundError, match=said):
         fsdp.open_checkpoint(folder)
 
 
@@ -451,29 +447,22 @@ def test_values_that_a_leaf_cannot_hold_are_refused(theirs: torch.dtype, mine: t
         fsdp.load_weights(state, {"w": torch.ones(2), "b": torch.zeros(2, dtype=theirs)})
 
 
-def with_dtensors(rows: int) -> list[str]:
-    """What is said of a mapping of DTensors, on this rank."""
+@each_rank(2)
+def test_a_mapping_of_dtensors_is_refused_by_name() -> None:
     from torch.distributed.fsdp import fully_shard
 
-    mesh = fsdp.local_mesh()
-
     def make() -> nn.Module:
-        return nn.Linear(4, rows, bias=False)
+        return nn.Linear(4, 7, bias=False)
 
+    mesh = fsdp.local_mesh()
     made: Any = fully_shard(make(), mesh=mesh)
     held = made.state_dict()
-    found = []
     state, _ = fsdp.init(make, fsdp.Spec(mesh))
-    for call in (lambda: fsdp.init(make, fsdp.Spec(mesh), weights=held), lambda: fsdp.load_weights(state, held)):
-        with pytest.raises(fsdp.TreeError) as met:
-            call()
-        found.append(str(met.value))
-    return found
-
-
-def test_a_mapping_of_dtensors_is_refused_by_name() -> None:
-    for found in launch(with_dtensors, (7,), nprocs=2):
-        assert all("the mapping has a DTensor at 'weight'; expected plain tensors" in said for said in found)
+    said = "TreeError", "the mapping has a DTensor at 'weight'; expected plain tensors"
+    refused(
+        (lambda: fsdp.init(make, fsdp.Spec(mesh), weights=held), *said),
+        (lambda: fsdp.load_weights(state, held), *said),
+    )
 
 
 @pytest.mark.parametrize("kind", ["encoder", "classifier", "seq2seq"])
@@ -513,9 +502,7 @@ def test_a_prefix_is_found_by_the_skeleton_or_given(tmp_path: Path) -> None:
         assert torch.equal(there["gate.weight"], model.gate.weight)
     with pytest.raises(fsdp.SpecError, match=r"no weights below 'other\.'; there are a\.b\."):
         fsdp.open_checkpoint(tmp_path / "w.pt", prefix="other.")
-    inner = {
-        name.removeprefix("blocks.0."): t for name, t in model.state_dict().items() if name.startswith("blocks.0.")
-    }
+    inner = model.get_submodule("blocks.0").state_dict()
     with pytest.raises(fsdp.TreeError, match="lacks"):
         fsdp.init(PeerModel, spec, weights=inner)
 
@@ -549,9 +536,9 @@ def test_matrices_that_begin_alike_are_two_leaves(tmp_path: Path, monkeypatch: p
     held = {"embed.weight": w, "head.weight": torch.cat([w[:2], w[:1]]), "again.weight": w.clone()}
     torch.save(held, tmp_path / "w.pt")
     state = fsdp.load(convert.main([str(tmp_path / "w.pt"), str(tmp_path / "ours")]), fsdp.Spec(fsdp.local_mesh("cpu")))
-    assert {path: leaf.tolist() for path, leaf in fsdp.full_params(state).items()} == {
-        path: leaf.tolist() for path, leaf in held.items()
-    }
+    found = fsdp.full_params(state)
+    assert found.keys() == held.keys()
+    assert all(torch.equal(found[path], leaf) for path, leaf in held.items())
     assert {*state.layout.leaves} == {"embed.weight", "head.weight"}
 
 
@@ -588,16 +575,15 @@ class Alike(nn.Module):
         return optimizer
 
 
-@pytest.mark.parametrize("how", ["matrices and vectors", "by name", "of one shape"])
-def test_moments_of_several_groups_are_told_apart_or_left(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "some"), [
+    ("matrices and vectors", ("a.weight", "b.weight", "c.weight")), ("by name", ("b.weight", "c.weight", "a.weight")),
+    ("of one shape", ("b.bias", "c.bias")),
+])  # fmt: skip
+def test_moments_of_several_groups_are_told_apart_or_left(how: str, some: tuple[str, ...], tmp_path: Path) -> None:
     model = Alike()
     named = dict(model.named_parameters())
-    some = ("b.weight", "c.weight", "a.weight") if how == "by name" else ("b.bias", "c.bias")
-    if how == "matrices and vectors":
-        some = ("a.weight", "b.weight", "c.weight")
-    groups: list[Any] = [[*some], [n for n in named if n not in some]]
-    by_name = how == "by name"
-    groups = [{"params": [(n, named[n]) if by_name else named[n] for n in group]} for group in reversed(groups)]
+    groups: list[Any] = [[n for n in named if n not in some], some]
+    groups = [{"params": [(n, named[n]) if how == "by name" else named[n] for n in group]} for group in groups]
     optimizer = model.trained(groups)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")  # as transformers' Trainer has it
@@ -659,7 +645,9 @@ def test_an_error_of_the_package_comes_whole_and_odd_numbers_are_named(tmp_path:
     assert "not read: 3, two.pt: states of 2 optimizers" in repr(fsdp.open_checkpoint(tmp_path / "two.pt"))
 
 
-def skipping(folder: str, way: str) -> bool:
+@pytest.mark.parametrize(("way", "nprocs"), [("adamw", 2), ("AdamW", 2), ("NAdam", 1)])
+@each_rank("nprocs")
+def test_counts_of_leaves_in_our_own_checkpoints_come_with_the_moments(way: str, nprocs: int, tmp_path: Path) -> None:
     """Leaves that missed a step, in a checkpoint of this library's own, read as any other."""
     optimizer: Any = fsdp.adamw(lr=0.1) if way == "adamw" else fsdp.from_torch(getattr(torch.optim, way), lr=0.1)
     spec = fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data"))
@@ -674,17 +662,12 @@ def skipping(folder: str, way: str) -> bool:
     state = fsdp.shard(tree, spec, optimizer)
     for some in (None, 1.0, 3.0):
         state = step(state, some)
-    fsdp.save(state, folder)
-    again = fsdp.load_weights(fsdp.shard(tree, spec, optimizer), folder)
-    again = fsdp.load_optimizer_state(again, folder)
+    fsdp.save(state, tmp_path / "a")
+    again = fsdp.load_weights(fsdp.shard(tree, spec, optimizer), tmp_path / "a")
+    again = fsdp.load_optimizer_state(again, tmp_path / "a")
     assert again.steps == state.steps
     mine, theirs = (fsdp.local_shards(step(one, 2.0)) for one in (state, again))
-    return all(torch.equal(t, theirs[name]) for name, t in mine.items())
-
-
-@pytest.mark.parametrize(("way", "nprocs"), [("adamw", 2), ("AdamW", 2), ("NAdam", 1)])
-def test_counts_of_leaves_in_our_own_checkpoints_come_with_the_moments(way: str, nprocs: int, tmp_path: Path) -> None:
-    assert all(launch(skipping, (str(tmp_path / "a"), way), nprocs=nprocs, simulate=True))
+    assert all(torch.equal(t, theirs[name]) for name, t in mine.items())
 
 
 @pytest.mark.parametrize("names", [("forward",), ("a", "a.b"), ("a..b",), ("",)])

@@ -11,7 +11,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from support.models import CASES, Batch, batch_of, made
-from support.problems import mesh_and_placement
+from support.scenario import Scenario, Seen, alike, case, run
 from support.tables import FULL, marked
 from support.traced import few, in_order
 from torch._inductor.async_compile import AsyncCompile
@@ -39,58 +39,20 @@ from functional_fsdp.transforms._compile.whole_step import exact
 Losses = list[float]
 
 
-def cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in batch.items()}
+def programs_made() -> Any:
+    """Counts the programs that are made while it is entered: a mock."""
+    return mock.patch.object(_whole_step, "CompiledStep", wraps=_whole_step.CompiledStep)
 
 
-class Counted:
-    """How many programs were made while it is entered."""
-
-    def __enter__(self) -> Counted:
-        self.count, self.real = 0, _whole_step.CompiledStep
-
-        def program(*args: Any) -> Any:
-            self.count += 1
-            return self.real(*args)
-
-        _whole_step.CompiledStep = program  # type: ignore[assignment, misc]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        _whole_step.CompiledStep = self.real  # type: ignore[misc]
+def if_compiled(step: Callable[..., Any], backend: str) -> Any:
+    return T.compile(step, backend) if backend else step
 
 
-def stepped(
-    name: str, backend: str, steps: int, dtype: torch.dtype, preset: str = "zero3", micro: int = 1
-) -> tuple[tuple[Losses, dict[str, torch.Tensor]], tuple[Losses, dict[str, torch.Tensor]], int]:
-    """Losses and weights of eager and of compiled steps of a model of `models`, and the number of compilations."""
-    warnings.filterwarnings("ignore", "TensorFloat32")
-    case = CASES[name]
-    seen: Any = []
-    most = 0
-    mesh, placement = mesh_and_placement(preset)
-    module = made(case, dtype)
-    params, model = fsdp.functionalize(module)
-    forward_backward = T.forward_backward(model, case.loss_fn)  # of both, in turn
-
-    def train_step(state: fsdp.State, batches: Any) -> Any:
-        for k, batch in enumerate(batches):
-            state, loss = forward_backward(state, batch, last_microbatch=k == micro - 1, scale=1 / micro)
-        return fsdp.step(state), loss
-
-    for compiled in (True, False):
-        spec = fsdp.Spec(mesh, placement, **case.spec)
-        state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2, weight_decay=0.1), buffers=fsdp.buffers(module))
-        step: Any = T.compile(train_step, backend) if compiled else train_step
-        losses = []
-        with Counted() as programs:
-            for i in range(steps):
-                batches = [cast(batch_of(case, i, mesh.get_rank(), k), dtype) for k in range(micro)]
-                state, loss = step(state, batches)
-                losses.append(loss.item())
-        most = max(most, programs.count)
-        seen.append((losses, {key: t.clone() for key, t in fsdp.state_dict(state).items()}))
-    return seen[1], seen[0], most
+def both_ways(one: Scenario, backend: str) -> tuple[Seen, Seen, int]:
+    """What eager steps do, what compiled ones do, and how many programs these took."""
+    with programs_made() as programs:
+        compiled = run(replace(one, compile=partial(if_compiled, backend=backend)))
+    return run(one), compiled, programs.call_count
 
 
 LARGE_MODELS = [
@@ -102,9 +64,15 @@ LARGE_MODELS = [
 @pytest.mark.parametrize(("name", "dtype", "within"), [("loose parameters", torch.float64, 1e-9), *LARGE_MODELS])
 def test_twenty_compiled_steps_of_a_model_are_the_eager_ones(name: str, dtype: torch.dtype, within: float) -> None:
     """The large models compute in float32 inside, whatever the dtype of their weights."""
-    for (eager, _), (compiled, _), programs in launch(stepped, (name, "inductor", 20, dtype), nprocs=2):
+
+    def data(step: int, rank: int, micro: int) -> Batch:
+        batch = batch_of(CASES[name], step, rank, micro)
+        return {key: t.to(dtype) if t.is_floating_point() else t for key, t in batch.items()}
+
+    one = case(name, steps=20, model=lambda: made(CASES[name], dtype), data=data)
+    for eager, compiled, programs in launch(both_ways, (one, "inductor"), nprocs=2):
         assert programs == 1
-        assert compiled == pytest.approx(eager, abs=within)
+        assert compiled.losses == pytest.approx(eager.losses, abs=within)
 
 
 ROWS = [
@@ -114,19 +82,13 @@ ROWS = [
 ]  # fmt: skip
 
 
-SMALL = ("a unit called never",)
-
-
-@pytest.mark.parametrize(
-    ("name", "preset", "programs", "micro"), marked(ROWS, [row for row in ROWS if row[0] in SMALL])
-)
+@pytest.mark.parametrize(("name", "preset", "programs", "micro"), marked(ROWS, [ROWS[2]]))
 def test_a_graph_of_any_model_does_what_eager_steps_do(name: str, preset: str, programs: int, micro: int) -> None:
     """In float64. Leaves without a gradient give the optimizer counts of their own, for which it is traced again."""
-    for eager, compiled, count in few(stepped, name, "aot_eager", 3, torch.float64, preset, micro):
+    one = case(name, preset=preset, micro=micro, steps=3)
+    for eager, compiled, count in few(both_ways, one, "aot_eager"):
         assert count == programs
-        assert compiled[0] == pytest.approx(eager[0], abs=1e-9)
-        for path, weight in eager[1].items():
-            torch.testing.assert_close(compiled[1][path], weight, rtol=0, atol=1e-9)
+        alike(replace(compiled, grads=[]), eager, 1e-9)
 
 
 # ---------------------------------------------------------------- the graph
@@ -175,9 +137,8 @@ def test_no_gather_of_the_forward_is_alive_in_the_backward(kept: int) -> None:
     lowered = fsdp.lower(step_of(model), state, torch.empty(4, WIDTH, device="meta"))
     plan = fsdp.make_plan(state.layout, schedule)
     kinds = [(one.kind, one.lane) for one in lowered.collectives]
-    assert (
-        kinds.count(("all_gather", "gather")) == len(plan.gathers) == 2 * depth - 1
-    )  # kept, another is gathered twice
+    # if one is kept, another is gathered twice
+    assert kinds.count(("all_gather", "gather")) == len(plan.gathers) == 2 * depth - 1
     assert kinds.count(("reduce_scatter", "reduce")) == len(plan.reductions) == depth
     assert lowered.memory_analysis().gathered == (2 + kept) * LAYER
     assert lowered.cost_analysis().flops == (3 * depth - 1) * 2 * 4 * WIDTH * WIDTH
@@ -233,7 +194,7 @@ def test_other_shapes_modes_and_numbers_are_traced_anew() -> None:
         return fsdp.step(state), loss
 
     step = T.compile(train_step, "aot_eager")
-    with Counted() as programs:
+    with programs_made() as programs:
         counts = []
         for x, scale, training in [
             (torch.ones(4, WIDTH), 1.0, True), (torch.zeros(4, WIDTH), 1.0, True), (torch.ones(2, WIDTH), 1.0, True),
@@ -241,14 +202,14 @@ def test_other_shapes_modes_and_numbers_are_traced_anew() -> None:
         ]:  # fmt: skip
             model.train(training)
             state, _ = step(state, x, scale)
-            counts.append(programs.count)
+            counts.append(programs.call_count)
         assert counts == [1, 1, 2, 3, 3]
         with torch.autocast("cpu", torch.bfloat16), pytest.warns(RuntimeWarning, match=r"4th time, since autograd's"):
             state, _ = step(state, torch.ones(4, WIDTH), 1.0)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             state, _ = step(state, torch.zeros(4, WIDTH), 2.0)
-        assert programs.count == 5
+        assert programs.call_count == 5
     assert state.steps == 7
 
 
@@ -279,8 +240,7 @@ def decides(x: torch.Tensor) -> torch.Tensor:
 
 
 def recomputes(x: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = checkpoint(lambda x: F.dropout(x, 0.5).sin(), x, use_reentrant=False)
-    return found
+    return checkpoint(lambda x: F.dropout(x, 0.5).sin(), x, use_reentrant=False)
 
 
 class Clamped(nn.Linear):
@@ -434,34 +394,29 @@ FIXED = [None, 1, 2.0, 3j, "a", b"b", Choice.LARGE, Options(), torch.float32, to
          torch.tanh, Layers, partial(sum, start=2), np.float32(2), range(3), frozenset({1})]  # fmt: skip
 
 
-def test_arguments_that_never_change_are_compared() -> None:
-    state, model = state_of(Layers())
-    train_step = step_of(model)
-    step = T.compile(lambda state, x, *fixed, choice: train_step(state, x * choice.value), "aot_eager")
-    with Counted() as programs:
-        for _ in range(2):
-            state, _ = step(state, X, FIXED, choice=Choice.LARGE)
-        assert programs.count == 1
-        step(state, X, [*FIXED[:-1], 5], choice=Choice.LARGE)
-        assert programs.count == 2
-
-
 @dataclass(frozen=True)
 class Scale:
     of: float
     name: str = field(default="", compare=False)
 
 
-def test_arguments_that_are_equal_and_not_the_same_are_traced_anew() -> None:
-    """-0.0, and a field of a frozen dataclass that is not compared."""
+#: an argument of one call after the other, and the number of programs after each
+ARGUMENTS: dict[str, tuple[list[Any], list[int]]] = {
+    "never changes": ([FIXED, FIXED, [*FIXED[:-1], 5]], [1, 1, 2]),
+    "equal and not the same": ([Scale(0.0), Scale(-0.0), Scale(0.0, "two")] * 2, [1, 2, 3, 3, 3, 3]),
+    "the same and not equal": ([[float("nan"), Scale(float("nan"))] for _ in range(3)], [1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("what", ARGUMENTS)
+def test_arguments_that_never_change_are_compared(what: str) -> None:
     state, model = state_of(Layers())
     train_step = step_of(model)
-    step = T.compile(lambda state, x, said: train_step(state, x * len(repr(said))), "aot_eager")
-    with Counted() as programs:
-        for _ in range(2):
-            for said in (Scale(0.0), Scale(-0.0), Scale(0.0, "two")):
-                state, _ = step(state, X, said)
-        assert programs.count == 3
+    step = T.compile(lambda state, x, said, *, choice: train_step(state, x * choice.value), "aot_eager")
+    with programs_made() as programs:
+        for said, count in zip(*ARGUMENTS[what], strict=True):
+            state, _ = step(state, X, said, choice=Choice.LARGE)
+            assert programs.call_count == count
 
 
 @dataclass(frozen=True)
@@ -481,20 +436,21 @@ def test_lists_and_dicts_in_frozen_dataclasses_are_compared_by_what_they_hold() 
     train_step = step_of(model)
     step = T.compile(lambda state, x, table: train_step(state, x * table.entries["scale"][0]), "aot_eager")
     table = Table({"scale": [2.0], "names": {"a"}})
-    with Counted() as programs:
+    with programs_made() as programs:
         for scale in (2.0, 3.0, 2.0):
             table.entries["scale"][0] = scale
             state, _ = step(state, X, table)
             state, _ = step(state, X, copy.deepcopy(table))
-        assert programs.count == 2
-    with pytest.raises(SpecError, match="is a Table whose field 'entries' is a ndarray, whose contents may change"):
-        step(state, X, Table(np.zeros(2)))
-    with pytest.raises(SpecError, match="whose field 'entries' is a dict with a list with a ndarray, whose contents"):
-        step(state, X, Table({"scale": [1.0, np.zeros(2)]}))
-    with pytest.raises(SpecError, match="whose field 'entries' is a Marked, whose contents may change"):
-        step(state, X, Table(Marked({1})))
-    with pytest.raises(SpecError, match="is a method, whose contents may change"):
-        step(state, X, Table().read)
+        assert programs.call_count == 2
+    refused = [
+        (Table(np.zeros(2)), "is a Table whose field 'entries' is a ndarray, whose contents may change"),
+        (Table({"scale": [1.0, np.zeros(2)]}), "whose field 'entries' is a dict with a list with a ndarray, whose"),
+        (Table(Marked({1})), "whose field 'entries' is a Marked, whose contents may change"),
+        (Table().read, "is a method, whose contents may change"),
+    ]
+    for given, said in refused:
+        with pytest.raises(SpecError, match=said):
+            step(state, X, given)
 
 
 class Named(float):
@@ -502,32 +458,11 @@ class Named(float):
         return "rate"
 
 
-def test_arguments_that_are_the_same_and_not_equal_are_not_traced_anew() -> None:
-    """NaN, of which each call has one of its own."""
-    state, model = state_of(Layers())
-    train_step = step_of(model)
-    step = T.compile(lambda state, x, said, more: train_step(state, x), "aot_eager")
-    with Counted() as programs:
-        for _ in range(3):
-            state, _ = step(state, X, float("nan"), Scale(float("nan")))
-        assert programs.count == 1
-
-
 def test_what_is_exact() -> None:
     east = datetime.timezone(datetime.timedelta(hours=1))
     noon = datetime.datetime(2000, 1, 1, 12, tzinfo=datetime.timezone.utc)
-    told = [
-        0.0,
-        -0.0,
-        Named(1),
-        Named(2),
-        range(0, 3, 2),
-        range(0, 4, 2),
-        noon,
-        noon.astimezone(east),
-        complex(0.0, -0.0),
-        0j,
-    ]
+    told = [0.0, -0.0, Named(1), Named(2), range(0, 3, 2), range(0, 4, 2), noon, noon.astimezone(east),
+            complex(0.0, -0.0), 0j]  # fmt: skip
     assert len({exact(one) for one in told}) == len(told)
     for nan in (float("nan"), complex("nan"), np.float32("nan"), decimal.Decimal("nan"), Scale(float("nan"))):
         assert exact(nan) == exact(copy.deepcopy(nan)) == exact(type(nan)(float("nan")))
@@ -584,18 +519,15 @@ class Branches(nn.Module):
 def test_a_higher_order_operator_computes_what_it_does_in_an_eager_step(how: str) -> None:
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     found = []
-    for other in (False, True):
+    for now in ("", how):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Sequential(Branches())).double()
         params, model = fsdp.functionalize(module)
-        state = fsdp.shard(
-            params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1, momentum=0.5), buffers=fsdp.buffers(module)
-        )
-        if other and how == "products":
+        optimizer = fsdp.sgd(lr=0.1, momentum=0.5)
+        state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), optimizer, buffers=fsdp.buffers(module))
+        if now == "products":
             model = T.remat(model, "0", products=("0",))
-        step = step_of(model, lambda model, x: model(x).square().mean())
-        if other and how == "compiled":
-            step = T.compile(step, "aot_eager")
+        step = if_compiled(step_of(model), "aot_eager" if now == "compiled" else "")
         for _ in range(2):
             state, _ = step(state, x)
         found.append(fsdp.state_dict(state))
@@ -629,7 +561,7 @@ def test_branches_read_copies_of_the_weights_of_a_unit(how: str) -> None:
         if how == "units" and reads != "unit":
             model = T.compile_units(model, "0", backend="aot_eager")
         step = step_of(model, lambda model, x: model(x).square().mean())
-        return (T.compile(step, "aot_eager") if how == "whole" else step)(state, x)[0]
+        return if_compiled(step, "aot_eager" if how == "whole" else "")(state, x)[0]
 
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64).abs()
     plain = nn.Sequential(Chosen("copies"), nn.Linear(WIDTH, 1)).double()
@@ -644,10 +576,22 @@ def test_branches_read_copies_of_the_weights_of_a_unit(how: str) -> None:
         run("unit")
 
 
-def test_random_numbers_within_a_higher_order_operator_are_refused() -> None:
-    """Whichever branch runs: both are in the graph."""
-    state, model = state_of(Branches(F.dropout), fsdp.buffers(Branches()))
-    with pytest.raises(ScheduleError, match=r"dropout.*draws by itself"):
+class Fickle(Branches):
+    """It draws from Python's numbers, and has a higher-order operator after that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * random.random())
+
+
+@pytest.mark.parametrize(
+    ("drawing", "said"),
+    [(lambda: Branches(F.dropout), r"dropout.*draws by itself"),  # whichever branch runs: both are in the graph
+     (lambda: Fickle(nn.Identity()), "draws from Python's or numpy's random numbers")],
+    ids=["within", "before"],
+)  # fmt: skip
+def test_random_numbers_within_a_higher_order_operator_or_before_it_are_refused(drawing: Any, said: str) -> None:
+    state, model = state_of(drawing(), fsdp.buffers(Branches()))
+    with pytest.raises(ScheduleError, match=said):
         T.compile(step_of(model), "aot_eager")(state, torch.ones(4, WIDTH))
 
 
@@ -678,57 +622,6 @@ def test_an_argument_that_is_written_shares_its_memory_with_no_other(monkeypatch
     assert memory.tolist() == [[0.0] * 3, *[[3.0, 2.0, 1.0]] * 3]
 
 
-class Fickle(Branches):
-    """It draws from Python's numbers, and has a higher-order operator after that."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x * random.random())
-
-
-def test_random_numbers_of_python_before_a_higher_order_operator_are_refused() -> None:
-    state, model = state_of(Fickle(nn.Identity()), fsdp.buffers(Branches()))
-    with pytest.raises(ScheduleError, match="draws from Python's or numpy's random numbers"):
-        T.compile(step_of(model), "aot_eager")(state, torch.ones(4, WIDTH))
-
-
-def test_rounds_of_two_states_may_alternate() -> None:
-    """A whole round of one, between two microbatches of the other."""
-    found = []
-    for compiled in (False, True):
-        (first, one), (second, other) = state_of(Layers()), state_of(Layers())
-        halves, whole = (T.forward_backward(part, lambda model, x: model(x).sum()) for part in (one, other))
-
-        def train_step(first: fsdp.State, second: fsdp.State, halves: Any = halves, whole: Any = whole) -> Any:
-            first, _ = halves(first, X, last_microbatch=False, scale=0.5)
-            second, _ = whole(second, X)
-            return fsdp.step(halves(first, X, scale=0.5)[0]), fsdp.step(second)
-
-        step = T.compile(train_step, "aot_eager") if compiled else train_step
-        found += [fsdp.full_params(state) for state in step(first, second)]
-    for weights in found[1:]:
-        torch.testing.assert_close(weights, found[0])
-
-
-def test_gradients_by_hand_may_come_before_a_round_in_the_last_of_several_steps() -> None:
-    """The states between the steps are gone by then, and others have their ids."""
-    found = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        state, model = state_of(nn.Linear(WIDTH, WIDTH))
-        forward_backward = T.forward_backward(model, lambda model, x: model(x).sum())
-        ones = {path: torch.ones_like(weight) for path, weight in fsdp.full_params(state).items()}
-
-        def train_step(state: fsdp.State, forward_backward: Any = forward_backward, ones: Any = ones) -> Any:
-            for number in range(12):
-                if number > 2:
-                    state = fsdp.reduce(state, ones, last_microbatch=False)
-                state = fsdp.step(forward_backward(state, X)[0])
-            return state
-
-        found.append(fsdp.full_params((T.compile(train_step, "aot_eager") if compiled else train_step)(state)))
-    torch.testing.assert_close(found[1], found[0])
-
-
 def ranks_apart() -> str:
     """One rank uses its layers in another order."""
     state, model = state_of(Layers(depth=2))
@@ -748,22 +641,6 @@ def ranks_apart() -> str:
 def test_ranks_whose_graphs_have_other_collectives_are_told_so() -> None:
     for said in launch(ranks_apart, nprocs=2):
         assert said.startswith("compile: the step's collectives differ from those of rank ")
-
-
-@pytest.mark.parametrize("backend", [pytest.param("inductor", marks=pytest.mark.large), "aot_eager"])
-@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-def test_inputs_that_are_to_be_read_negated_or_conjugated_are(backend: str) -> None:
-    z = torch.complex(torch.arange(8.0), torch.arange(8.0) - 3).view(2, 4)
-    module, losses, weights = nn.Linear(4, 4), [], []
-    for way in ("", backend):
-        state, model = state_of(module)
-        step: Any = step_of(model, lambda model, given: (model(given["x"]) + (given["z"] * 1j).real).sum())
-        step = T.compile(step, way) if way else step
-        state, loss = step(state, {"x": z.conj().imag, "z": z.conj()})
-        losses.append(loss)
-        weights.append(fsdp.full_params(state)["weight"])
-    torch.testing.assert_close(losses[1], losses[0])
-    torch.testing.assert_close(weights[1], weights[0])
 
 
 # ---------------------------------------------------------------- several States
@@ -794,7 +671,7 @@ def two_states(way: str) -> Any:
         first, a = train_one(first, x)
         return {"losses": (a, b), "second": second}, fsdp.step(first)
 
-    step: Any = T.compile(train_step, way) if way else train_step
+    step = if_compiled(train_step, way)
     losses = []
     for i in range(3):
         before = first, second
@@ -824,11 +701,7 @@ def looked_at(way: str) -> Any:
         state, after = evaluate(fsdp.step(state), x)
         return state, teacher, [loss, *(out.square().sum() for out in (before, within, after))]
 
-    def look(state: fsdp.State, x: torch.Tensor) -> Any:
-        return evaluate(state, x)
-
-    step: Any = T.compile(train_step, way) if way else train_step
-    only: Any = T.compile(look, way) if way else look
+    step, only = if_compiled(train_step, way), if_compiled(lambda state, x: evaluate(state, x), way)
     losses = []
     for i in range(3):
         x = torch.full((4, WIDTH), 0.1 * i + fsdp.local_mesh().get_rank(), dtype=torch.float64)
@@ -1003,8 +876,7 @@ def cast_automatically(way: str) -> list[Any]:
         params, model = fsdp.functionalize(Layers())
         spec = fsdp.Spec(fsdp.local_mesh(), precision=precision)
         state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
-        step: Any = step_of(model, lambda model, x: model(x).float().square().sum())
-        step = T.compile(step, way) if way else step
+        step = if_compiled(step_of(model, lambda model, x: model(x).float().square().sum()), way)
         for i in range(3):
             with torch.autocast("cpu", torch.bfloat16, enabled=precision is None):
                 state, loss = step(state, torch.full((4, WIDTH), 0.1 + i))
@@ -1026,8 +898,7 @@ class Tripled(torch.autograd.Function):
 
 
 def tripled_tanh(x: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = Tripled.apply(x.tanh())
-    return found
+    return Tripled.apply(x.tanh())
 
 
 def test_a_backward_of_ones_own_is_in_the_graph_and_compiled_units_are_as_any() -> None:
@@ -1060,7 +931,7 @@ def around(way: str) -> list[Any]:
         state, loss = fsdp.pmean(state, loss)
         return stepped(state), (loss, norm, before.sum())
 
-    step: Any = T.compile(train_step, way) if way else train_step
+    step = if_compiled(train_step, way)
     seen, counts = [], []
     for i in range(3):
         x = torch.full((4, WIDTH), float("nan") if i == 1 and fsdp.local_mesh().get_rank() else 0.1 * i + 0.1)
@@ -1089,13 +960,63 @@ def taking_turns(way: str) -> Losses:
     return losses
 
 
+def alternating(way: str) -> list[Any]:
+    """A whole round of one state, between two microbatches of the other."""
+    (first, one), (second, other) = state_of(Layers()), state_of(Layers())
+    halves, whole = (T.forward_backward(part, lambda model, x: model(x).sum()) for part in (one, other))
+
+    def train_step(first: fsdp.State, second: fsdp.State) -> Any:
+        first, _ = halves(first, X, last_microbatch=False, scale=0.5)
+        second, _ = whole(second, X)
+        return fsdp.step(halves(first, X, scale=0.5)[0]), fsdp.step(second)
+
+    first, second = if_compiled(train_step, way)(first, second)
+    torch.testing.assert_close(fsdp.full_params(first), fsdp.full_params(second))
+    return [fsdp.full_params(first)]
+
+
+def by_hand_and_driven(way: str) -> list[Any]:
+    """Gradients by hand before a round in the last of several steps. The states between the steps are gone by then, and
+    others have their ids."""
+    torch.manual_seed(0)
+    state, model = state_of(nn.Linear(WIDTH, WIDTH))
+    forward_backward = T.forward_backward(model, lambda model, x: model(x).sum())
+    ones = {path: torch.ones_like(weight) for path, weight in fsdp.full_params(state).items()}
+
+    def train_step(state: fsdp.State) -> Any:
+        for number in range(12):
+            if number > 2:
+                state = fsdp.reduce(state, ones, last_microbatch=False)
+            state = fsdp.step(forward_backward(state, X)[0])
+        return state
+
+    return [fsdp.full_params(if_compiled(train_step, way)(state))]
+
+
+def odd_views(way: str) -> list[Any]:
+    """Inputs that are to be read negated or conjugated."""
+    z = torch.complex(torch.arange(8.0), torch.arange(8.0) - 3).view(2, 4)
+    torch.manual_seed(0)
+    state, model = state_of(nn.Linear(4, 4))
+    step = step_of(model, lambda model, given: (model(given["x"]) + (given["z"] * 1j).real).sum())
+    state, loss = if_compiled(step, way)(state, {"x": z.conj().imag, "z": z.conj()})
+    return [loss, fsdp.full_params(state)]
+
+
+LARGE = pytest.mark.large
+
+
 @pytest.mark.parametrize(
-    ("of", "ranks", "near"),
-    [pytest.param(two_states, 2, 1e-12, marks=pytest.mark.large),
-     (looked_at, 1, 1e-12), (cast_automatically, 1, 1e-6), (around, 2, 1e-12),
-     (taking_turns, 1, 1e-12)],
+    ("of", "ranks", "near", "backend"),
+    [pytest.param(two_states, 2, 1e-12, "aot_eager", marks=LARGE), (looked_at, 1, 1e-12, "aot_eager"),
+     (cast_automatically, 1, 1e-6, "aot_eager"), (around, 2, 1e-12, "aot_eager"), (taking_turns, 1, 1e-12, "aot_eager"),
+     (alternating, 1, 1e-6, "aot_eager"), (by_hand_and_driven, 1, 1e-6, "aot_eager"),
+     (odd_views, 1, 1e-6, "aot_eager"), pytest.param(odd_views, 1, 1e-6, "inductor", marks=LARGE)],
 )  # fmt: skip
-def test_losses_and_weights_are_those_of_eager_steps(of: Callable[[str], Any], ranks: int, near: float) -> None:
-    both = [launch(of, (way,), nprocs=2) if ranks > 1 else few(of, way) for way in ("", "aot_eager")]
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+def test_losses_and_weights_are_those_of_eager_steps(
+    of: Callable[[str], Any], ranks: int, near: float, backend: str
+) -> None:
+    both = [launch(of, (way,), nprocs=2) if ranks > 1 else few(of, way) for way in ("", backend)]
     for eager, compiled in zip(*both, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=0, atol=near, equal_nan=True)

@@ -136,8 +136,7 @@ def kept_values() -> int:
 def kept_by(w: WorkerGroup) -> list[int]:
     """Of each rank, without the handles that earlier tests left as garbage: a collection at any time drops those."""
     gc.collect()
-    found: list[int] = w(kept_values).get()
-    return found
+    return w(kept_values).get()
 
 
 def test_values_without_a_handle_are_dropped(w: WorkerGroup) -> None:
@@ -395,8 +394,7 @@ def test_ranks_that_stopped_before_a_step_and_in_it_go_on_from_one_state(w: Work
 
 
 def through_pickle(state: fsdp.State) -> fsdp.State:
-    copied: fsdp.State = pickle.loads(pickle.dumps(state))
-    return copied
+    return pickle.loads(pickle.dumps(state))
 
 
 @pytest.mark.parametrize("begun", [0, 1])
