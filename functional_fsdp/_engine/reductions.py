@@ -33,7 +33,8 @@ never more bytes than the plan says):
 
 On GPUs the copy runs beside compute, too; the gradients live until compute has waited for it, which it does when the
 next ones come. Staging is there from its copy until compute has waited for the reduction, at the latest when it needs
-the room. Predictions have the second rule once more: `_predict/prediction.py`, `look/timeline.py`, `look/tables.py`.
+the room. How many have bytes at once is `reductions_at_once` in `_plan/plan.py`, also for predictions of a step's time
+and memory; `look/timeline.py`, which has a plan only, draws two.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from .._common.record import Mark, Steps, check_kinds, together
 from .._common.torch_names import foreach_copy_, foreach_zero_, profiler, unflatten_dense_tensors
 from .._plan.cursor import Move
 from .._plan.layout import STAGED, Bucket, Unit, aligned
-from .._plan.plan import REDUCTIONS_AT_ONCE, Plan, Records, records
+from .._plan.plan import REDUCTIONS_AT_ONCE, Plan, Records, records, reductions_at_once
 from .._plan.route import Route, states_of
 from .._runtime.agreement import GradientMask
 from .._runtime.runtime import Runtime
@@ -138,17 +139,13 @@ class StagedReduction:
         self.own = [(memory.untyped_storage(), memory.numel()) for memory in own]
         self.buckets = buckets
         self.single = len(buckets) == 1
+        self.room = reductions_at_once((way for one in buckets for way in one.ways.values()), span is not None)
         self.span = span
         self.values: Values | None = None  # what is being copied here
         self.age = 0  # how many units were asked for since
         self.ready: Mark = None  # they are there
         self.staged: Mark = None  # they were copied
         self.done: Mark = None
-
-    @property
-    def short(self) -> bool:
-        """Whether each of its reductions is one collective at most, so that none goes on beside the next one."""
-        return all(len(way.collectives) <= 1 for one in self.buckets for way in one.ways.values())
 
     def copied(self, run: Runtime, buckets: Sequence[StagedBucket], values: Values) -> Steps:
         """Copy and cast the values, on the lane that goes on with the reduction."""
@@ -299,9 +296,8 @@ class Staging:
             while len(busy) >= REDUCTIONS_AT_ONCE and lanes.passed(busy[0].done):
                 busy.popleft().free()
             return self._make(index, unit) if stage.span is None and stage in busy else stage
-        room = 1 if lanes.copies_on_lanes and stage.span is None and stage.short else REDUCTIONS_AT_ONCE
         side_by_side = self.plan.slots > 1 and stage.span is not None  # else they follow each other on one lane
-        while len(busy) >= room or stage in busy or (side_by_side and any(map(stage.overlaps, busy))):
+        while len(busy) >= stage.room or stage in busy or (side_by_side and any(map(stage.overlaps, busy))):
             lanes.wait(busy[0].done)
             busy.popleft().free()
         return stage

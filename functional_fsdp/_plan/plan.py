@@ -1016,3 +1016,9 @@ def staging_slots(layout: Layout, here: Coordinate, average: str, traits: Traits
     it there) and one lane reduces in order, each lies where the last one lay."""
     ways = [records(bucket, here, average, traits).reduce for bucket in layout.trainable.values()] if kept else []
     return 1 if kept and all(way.ends == "reduce" for both in ways for way in both.values()) else REDUCTIONS_AT_ONCE
+
+
+def reductions_at_once(ways: Iterable[Route], stays: bool) -> int:
+    """How many reductions have staging at once on GPUs, the newest of which goes these ways: compute waits for those
+    before them. One, where staging comes and goes and nothing of a reduction travels beside the next; else two."""
+    return 1 if not stays and all(len(way.collectives) <= 1 for way in ways) else REDUCTIONS_AT_ONCE

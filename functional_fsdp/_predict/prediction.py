@@ -67,7 +67,7 @@ from .._graph.graph import abstract_state
 from .._nn.skeleton import aliases_of, every_buffer
 from .._optim.adamw import adamw
 from .._plan.layout import Bucket, Layout, Unit
-from .._plan.plan import Plan, Records, keeps_copy, records
+from .._plan.plan import Plan, Records, keeps_copy, records, reductions_at_once
 from .._runtime.runtime import Runtime, runtime_of
 from .._shared.device import best_device, device_name
 from .._shared.torch_names import NoTorchFunction
@@ -148,6 +148,12 @@ class Traffic:
             moved = sum(staging) + sum(self._through(self.records(b).reduce[True].collectives) for b in buckets)
             self._reductions[unit] = self._transfer(some, moved, staging)
         return self._reductions[unit]
+
+    def room(self, unit: str) -> int:
+        """How many reductions have staging at once where this unit's is the newest."""
+        buckets = [b for b in self.layout.by_name[unit].buckets if b.trainable]
+        stays = self.spec.transport.stays and math.prod(self.axes.values()) > 1
+        return reductions_at_once((way for b in buckets for way in self.records(b).reduce.values()), stays)
 
     @cached_property
     def refresh(self) -> Transfer:
@@ -322,9 +328,10 @@ class _Lanes:
             self.free["compute"] = end
             while len(ended) < len(plan.reductions) and plan.reductions[len(ended)].use <= last:
                 reduction = plan.reductions[len(ended)]
-                if len(ended) >= plan.slots and ended[-plan.slots] > self.free["compute"]:
-                    self.wait("reduce", ended[-plan.slots] - self.free["compute"])
-                    self.free["compute"] = ended[-plan.slots]
+                room = self.traffic.room(reduction.unit)
+                if len(ended) >= room and ended[-room] > self.free["compute"]:
+                    self.wait("reduce", ended[-room] - self.free["compute"])
+                    self.free["compute"] = ended[-room]
                 transfer = self.traffic.reduce(reduction.unit)
                 done = self.send("reduce", reduction.unit, reduction.use, transfer, self.free["compute"])
                 ended.append(done)

@@ -32,10 +32,10 @@ from .._common.tree import bytes_text, table
 from .._host_memory import planned_transfer
 from .._plan.cursor import Cursor
 from .._plan.layout import Bucket, Layout
-from .._plan.plan import REDUCTIONS_AT_ONCE, Plan, PlannedUnit, make_plan, staging_slots
+from .._plan.plan import Plan, PlannedUnit, make_plan, records, reductions_at_once, staging_slots
 from .._shared.device import best_device
 from .._spec.settings import opaque_settings
-from .._spec.spec import Schedule, Spec
+from .._spec.spec import Schedule, Spec, Traits
 from .._state.state import State
 from .._storage import FlatBuffer
 
@@ -181,14 +181,20 @@ def find_peak(
             free of the arena is given back.
     """
     sizes = {reduction.unit: reduction for reduction in plan.reductions}
-    slots = 1 if gpu and not plan.received else REDUCTIONS_AT_ONCE
+
+    def room(unit: str) -> int:
+        """Reductions that are in staging where this unit's is the newest; it is the same for all ranks."""
+        buckets = [bucket for bucket in layout.by_name[unit].buckets if bucket.trainable] if unit else []
+        ways = [records(b, tuple((axis, 0) for axis in b.placement.data), "mean", Traits()).reduce for b in buckets]
+        return reductions_at_once((way for both in ways for way in both.values()), keeps_memory or not gpu)
+
     comes_and_goes = gpu and not keeps_memory and plan.rule == "two sides"
     live = _live_bytes(plan)
     before: list[str] = []  # units whose gradients are complete, newest last
     made = 0  # bytes of their main gradients
     found: list[tuple[int, dict[str, int], str]] = []
     for unit, alive in stretches:
-        busy = [sizes[name] for name in before[-slots:] if name in sizes]
+        busy = [sizes[name] for name in before[-room(before[-1]) :] if name in sizes] if before else []
         parts = {
             **state,
             "arena": live[sizes[unit].use if unit in sizes else -1] if comes_and_goes else plan.arena,

@@ -51,6 +51,11 @@ def test_one_reduction_at_a_time_takes_less_staging() -> None:
     held = [Stretch("c", 0), Stretch("b", 0), Stretch("a", 0), Stretch("", 0)]
     assert find_peak(layout, plan, {}, held).parts["staging"] == 2 * 4096
     assert find_peak(layout, plan, {}, held, gpu=True).parts["staging"] == 4096
+    layout, plan = planned({"a": 1024, "b": 1024, "c": 1024}, precision=fsdp.Precision(sum="fp32"))
+    assert find_peak(layout, plan, {}, held, gpu=True).parts["sums"] == 4096  # an exact sum is one collective, too
+    leaves = [LeafInfo(f"{name}.w", (1024,), torch.float32) for name in "abc"]
+    layout = plan_layout(leaves, fsdp.Spec({"replica": 2, "data": 2}, fsdp.hsdp("replica", "data")))
+    assert find_peak(layout, make_plan(layout), {}, held, gpu=True).parts["staging"] == 2 * 4096  # each has two
 
 
 @pytest.mark.parametrize(("preset", "axes"), [("zero3", ("data",)), ("hsdp", ("replica", "data"))])
