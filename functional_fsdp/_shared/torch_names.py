@@ -41,7 +41,7 @@ from torch.utils import _python_dispatch as python_dispatch
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 from .._common.torch_names import *
-from .._common.torch_names import C, FakeTensorMode, OpOverload, c10d, dynamo, pytree
+from .._common.torch_names import C, FakeTensorMode, OpOverload, OpOverloadPacket, c10d, dynamo, pytree
 
 # ---- tensors, many at once: one kernel, or few
 foreach_clamp_max_ = torch._foreach_clamp_max_

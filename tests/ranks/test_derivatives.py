@@ -508,16 +508,21 @@ class Square(torch.autograd.Function):
 
 @each_rank(1)
 def test_tangents_of_an_operator_of_torch_library_take_a_function_around_it() -> None:
-    """If the last assertion fails, torch has changed: jvp does not lose tangents at such operators any more."""
-    slopes = []
-    for fn in (torch.square, Square.apply, square):
+    """Without it torch loses them, and jvp refuses the operator, unless what it is given stands still."""
+    x, slopes = numbers(3, WIDTH, seed=1), []
+    for fn in (torch.square, Square.apply, lambda h: h.square() + square(h.detach())):
         torch.manual_seed(0)
         state, model = start(Then(fn))
-        slopes.append(T.jvp(model)(state, state.main, numbers(3, WIDTH, seed=1))[1][1])
-    right, around, alone = slopes
-    torch.testing.assert_close(around, right)
+        along = T.jvp(model)
+        slopes += [along(state, state.main, x)[1][1] for _ in range(2)]
+    right, *others = slopes
     assert right.all()
-    assert not alone.any()
+    for other in others:
+        torch.testing.assert_close(other, right)
+    state, model = start(Then(square))
+    along = T.jvp(model)
+    for _ in range(2):
+        refused((lambda: along(state, state.main, x), "the operator 'tests.square.default' has no forward-mode deriv"))
 
 
 class Statistics(nn.Module):

@@ -141,6 +141,7 @@ class Driver:
         self.caller: FrameType | None = None  # whose `with` it is that runs
         self.order: Any = None
         self.levels = Levels()  # of torch.func's, in which units are used
+        self.operators = True  # whether the model may use operators of torch.library, see `jvp.Operators`
         self._clear()
 
     def deliver(self, reduce: Callable[..., State], watch: Callable[[str, Gradients], None] | None) -> None:

@@ -20,7 +20,7 @@ gathers for that lies beside the unit, from each of its gathers to its release; 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,6 +39,9 @@ from .forward_backward import Forward, apply, forward_backward
 from .unit_calls import outside_levels
 from .unit_uses import Gradients, WeightPlaceholder, no_output, values
 
+pytree = torch_private.pytree
+OPERATORS = torch_private.OpOverload, torch_private.OpOverloadPacket
+
 
 def moved(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     """`fn(model, *args)` of a driven model, as its weights move: `run(model, tangents, *args) -> out, tangent of out`.
@@ -52,7 +55,8 @@ def moved(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
         zero = torch.zeros((), device=driver.device)  # torch's jvp wants an input
 
         def inside(_: torch.Tensor) -> Any:
-            with driver.levels.lifting(Tangents(driver, tangents), driver.weights):
+            along = Tangents(driver, tangents)
+            with driver.levels.lifting(along, driver.weights), Operators(along) if driver.operators else nullcontext():
                 return values(fn(model, *args, **kwargs))
 
         try:
@@ -195,16 +199,53 @@ class Tangents:
                     lifted[i] = torch_private.forward_ad.make_dual(*pair)
         return lifted
 
-    def lent(self, t: torch.Tensor) -> bool:
-        """Whether a tensor, or how it moves, lies in bytes that a release frees: `x + w` moves as `w` does."""
+    def both(self, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A tensor, and how it moves."""
         while torch_private.is_wrapped(t) and torch_private.level_of(t) > self.level:
             t = torch_private.unwrapped(t)
         with at_level(self.level), torch_private.forward_ad._set_fwd_grad_enabled(True):
-            both = torch_private.forward_ad.unpack_dual(t)
+            return torch_private.forward_ad.unpack_dual(t)
+
+    def lent(self, t: torch.Tensor) -> bool:
+        """Whether a tensor, or how it moves, lies in bytes that a release frees: `x + w` moves as `w` does."""
+        both = self.both(t)
         bases = [torch_private.base_of(t) for t in both if t is not None]
         dense = [t for t in bases if t.layout is torch.strided and not t._is_zerotensor()]
         places = {t.untyped_storage()._cdata for t in dense}
         return any(not places.isdisjoint(unit.places) for unit in self.units.values())
+
+
+class Operators(TorchFunctionMode):
+    """Within, an operator of torch.library that has no forward-mode derivative is refused, if what it is given moves:
+    torch takes what it gives to stand still (torch 2.13). A model whose first call has none is not watched any more, as
+    that takes a quarter of the host's time."""
+
+    def __init__(self, tangents: Tangents) -> None:
+        super().__init__()
+        self.tangents, self.found = tangents, False
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        self.tangents.driver.operators = self.found or error is not None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not isinstance(func, OPERATORS) or str(func).startswith("aten."):
+            return out
+        self.found = True
+        by_rule = not torch_private.forward_ad._is_fwd_grad_enabled()  # of an autograd.Function around it
+        if not by_rule and self.moves((args, kwargs)) and not self.moves(out):
+            raise ScheduleError(
+                f"T.jvp, T.hvp: the operator {str(func)!r} has no forward-mode derivative, and what it is given moves "
+                "with the weights: torch would take what it gives to stand still. Call it in the forward of a "
+                "torch.autograd.Function that has a jvp; or give it x.detach(), if it is to stand still."
+            )
+        return out
+
+    def moves(self, tree: Any) -> bool:
+        """Whether a tensor in it moves."""
+        tensors = [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        return any(self.tangents.both(t)[1] is not None for t in tensors)
 
 
 class Moving:
@@ -419,7 +460,6 @@ class Moved(torch.autograd.Function):
         return torch.zeros((), device="cpu")
 
 
-pytree = torch_private.pytree
 Function = Callable[..., Any]  # of a model and what else it is given
 
 
@@ -442,7 +482,8 @@ def jvp(model: nn.Module, fn: Function | None = None) -> Callable[..., tuple[Sta
     a backward.
 
     Raises:
-        TreeError: a vector that lacks a bucket, or is sharded otherwise. ScheduleError: in a graph.
+        TreeError: a vector that lacks a bucket, or is sharded otherwise. ScheduleError: in a graph; an operator of
+        torch.library without a forward-mode derivative is given something that moves.
 
     Collective: as `apply`, and for each gather of a unit an all-gather for each of its buckets that train, which
     compute waits for. Every rank uses the same units in the same order.
