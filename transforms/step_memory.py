@@ -430,7 +430,7 @@ def rehearse(
     for fakes in (True,) if not imagined or moves(driver.model) else (False, True):
         try:
             return _rehearse(forward_backward, state, args, kwargs, verb, imagined, fakes, counter, spared)
-        except RuntimeError as error:
+        except (RuntimeError, AttributeError) as error:
             if fakes or "meta" not in str(error).lower():
                 refuse_values(error, verb)
                 raise

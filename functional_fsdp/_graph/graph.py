@@ -69,8 +69,11 @@ KINDS = {
 }
 RECORD = "functional_fsdp.collective"  # where a node of the graph has the record that it carries out
 
-#: what torch says of a tensor whose value is asked for, or of a shape that hangs on one
-VALUES = ("DataDependentOutput", "DynamicOutputShape", "get value out of a tracing tensor", "data-dependent")
+#: what torch says of a tensor whose value is asked for, of a shape that hangs on one, or of torch.while_loop's rounds
+VALUES = (
+    "DataDependentOutput", "DynamicOutputShape", "get value out of a tracing tensor", "data-dependent",
+    "ignore_fresh_unbacked_symbols",
+)  # fmt: skip
 #: what it says of a forward-mode derivative that it runs by a script of its own, which fake tensors do not enter
 UNTRACED = ("is_inference() INTERNAL ASSERT", "at least two devices, meta and")
 
@@ -554,7 +557,7 @@ def lower(fn: Callable[..., Any], state: State, *args: Any, recompute: bool = Fa
     """
     try:
         found = graph_of(fn, state, args, kwargs, keep=not recompute)
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError) as error:
         refuse_values(error, "lower")
         raise
     module = found.module

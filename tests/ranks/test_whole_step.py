@@ -239,6 +239,10 @@ def decides(x: torch.Tensor) -> torch.Tensor:
     return x.tanh() if x.sum() > 0 else x.sin()
 
 
+def loops(x: torch.Tensor) -> torch.Tensor:
+    return torch.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 1.5), (torch.tensor(0), x))[1]  # type: ignore[no-any-return]
+
+
 def recomputes(x: torch.Tensor) -> torch.Tensor:
     return checkpoint(lambda x: F.dropout(x, 0.5).sin(), x, use_reentrant=False)
 
@@ -269,6 +273,8 @@ HERE = r"at .*test_whole_step.py:"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], str]] = {
     "a value that decides": (lambda: Layers(decides), step_of, ScheduleError,
                              rf"asks for a tensor's value, {HERE}{decides.__code__.co_firstlineno + 1}\."),
+    "rounds that hang on a value": (lambda: Layers(loops), step_of, ScheduleError,
+                                    rf"asks for a tensor's value, {HERE}{loops.__code__.co_firstlineno + 1}\."),
     "dropout in what is recomputed": (lambda: Layers(recomputes), step_of, ScheduleError,
                                       rf"the backward draws random numbers \(aten.*{HERE}"),
     "Python's random numbers": (lambda: Layers(lambda x: x.tanh() if random.random() < 2 else x), step_of,

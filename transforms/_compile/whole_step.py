@@ -611,9 +611,10 @@ class Programs:
             graph = graph_of(step, state, args, kwargs, True, "compile", begun)
         except FsdpError:  # as the step itself would raise
             raise
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, AttributeError) as error:
             if begun and begun[-1].driven:
                 refuse_values(error, "compile")
+            if (begun and begun[-1].driven) or isinstance(error, AttributeError):
                 raise
             warnings.warn(  # it reads a tensor's value, say: the compiler may know it
                 "compile: the step could not be searched for torch.autograd.Functions, whose backward torch.compile "
