@@ -234,6 +234,12 @@ class Said:
     more: int = field(default=0, compare=False)
 
 
+@dataclass(frozen=True)
+class Later:
+    value: object
+    later: int = field(init=False)  # nobody sets it
+
+
 def test_a_signature_is_shapes_dtypes_and_what_is_no_tensor() -> None:
     state = made()
 
@@ -246,7 +252,7 @@ def test_a_signature_is_shapes_dtypes_and_what_is_no_tensor() -> None:
     assert of(x, frozenset({1, 2})) == of(x, frozenset({2, 1}))
     told = [
         Said(1), Said(True), Said(0.0), Said(-0.0), Said(1, 2), Said((1, 2)), Said((True, 2)), Said([1, 2]),
-        Said({1, 2}), Said({1: [2]}), Said({1: [True]}),
+        Said({1, 2}), Said({1: [2]}), Said({1: [True]}), Later(1),
     ]  # fmt: skip
     assert len({of(x, one) for one in (*told, *map(copy.deepcopy, told))}) == len(told)
     with pytest.raises(TreeError, match="one state, its first argument"):
@@ -257,6 +263,10 @@ def test_a_signature_is_shapes_dtypes_and_what_is_no_tensor() -> None:
         of(Said(1, np.zeros(3)))  # type: ignore[arg-type]
     with pytest.raises(TreeError, match=r"whose field 'more' is a list with a ndarray, which a captured"):
         of(Said(1, [np.zeros(3)]))  # type: ignore[arg-type]
+    held: list[Any] = []
+    held.append(Said(held))
+    with pytest.raises(SpecError, match="a Said among the step's arguments holds itself"):
+        of(held[0])
     assert len({of(0.1), of(0.1 + 1e-18), of(0.1 + 1e-16), of(0.0), of(-0.0), of(math.nan), of(math.nan)}) == 5
 
 

@@ -448,10 +448,13 @@ def test_lists_and_dicts_in_frozen_dataclasses_are_compared_by_what_they_hold() 
             state, _ = step(state, X, table)
             state, _ = step(state, X, copy.deepcopy(table))
         assert programs.call_count == 2
+    held: list[Any] = []
+    held.append(Table(held))
     refused = [
         (Table(np.zeros(2)), "is a Table whose field 'entries' is a ndarray, whose contents may change"),
         (Table({"scale": [1.0, np.zeros(2)]}), "whose field 'entries' is a dict with a list with a ndarray, whose"),
         (Table(Marked({1})), "whose field 'entries' is a Marked, whose contents may change"),
+        (held[0], "a Table among the step's arguments holds itself"),
         (Table().read, "is a method, whose contents may change"),
     ]
     for given, said in refused:

@@ -257,14 +257,28 @@ def kind_of(leaf: Any) -> Any:
 def exact(value: Any) -> Any:
     """Equal for values that no Python can tell apart. `==` says so of more: of 0.0 and -0.0, of ranges that count
     alike, of one moment in two time zones, and, in a frozen dataclass, of 1 and True, and whatever a field holds that
-    is not compared. Of two NaNs it does not. Lists, dicts and sets in it are what they hold now."""
+    is not compared. Of two NaNs it does not. Lists, dicts and sets in it are what they hold now.
+
+    Raises:
+        SpecError: a value that holds itself.
+    """
+    try:
+        return _exact(value)
+    except RecursionError:
+        raise SpecError(
+            f"compile, cuda_graph: a {type(value).__name__} among the step's arguments holds itself, or is nested more "
+            "deeply than Python counts, so it cannot be told from others. Let the step itself hold it."
+        ) from None
+
+
+def _exact(value: Any) -> Any:
     found: Any = value
     if isinstance(value, frozenset) or type(value) is set:
-        found = frozenset(map(exact, value))
+        found = frozenset(map(_exact, value))
     elif isinstance(value, tuple) or type(value) in (list, dict):
-        found = (*map(exact, value.items() if type(value) is dict else value),)
+        found = (*map(_exact, value.items() if type(value) is dict else value),)
     elif _frozen(value):
-        found = tuple(exact(getattr(value, field.name)) for field in fields(value))
+        found = tuple((name, _exact(part)) for name, part in _held(value))
     elif isinstance(value, SHOWN) or _of_numpy(value):
         found = repr(value), value if value == value else None  # a class may have a `repr` of its own
     return type(value), found
@@ -351,7 +365,7 @@ def _fixed(value: Any, seen: bool = True) -> bool:
     if isinstance(value, partial):
         return all(_fixed(part, False) for part in (value.func, *value.args, *value.keywords.values()))
     if _frozen(value):
-        return all(_fixed(getattr(value, field.name), seen) for field in fields(value))
+        return all(_fixed(part, seen) for _, part in _held(value))
     return isinstance(value, FIXED) or _of_numpy(value)
 
 
@@ -360,7 +374,7 @@ def kind(value: Any, fits: Callable[[Any], bool]) -> str:
     holds."""
     parts: Iterable[tuple[str, Any]] = ()
     if _frozen(value):
-        parts = ((f"whose field {field.name!r} is", getattr(value, field.name)) for field in fields(value))
+        parts = ((f"whose field {name!r} is", part) for name, part in _held(value))
     elif isinstance(value, tuple | list | dict | set | frozenset):
         parts = (("with", part) for part in (*value, *(value.values() if isinstance(value, dict) else ())))
     found = next((f" {how} a {kind(part, fits)}" for how, part in parts if not fits(part)), "")
@@ -370,6 +384,11 @@ def kind(value: Any, fits: Callable[[Any], bool]) -> str:
 def _frozen(value: Any) -> bool:
     """Whether a value is a frozen dataclass."""
     return is_dataclass(value) and not isinstance(value, type) and type(value).__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def _held(value: Any) -> list[tuple[str, Any]]:
+    """The fields of a dataclass that are set (one with `init=False` may not be), by name."""
+    return [(field.name, getattr(value, field.name)) for field in fields(value) if hasattr(value, field.name)]
 
 
 def _of_numpy(value: Any) -> bool:
