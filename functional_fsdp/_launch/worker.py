@@ -291,6 +291,7 @@ class _Worker:
 
     def _serve(self, call: Call) -> tuple[str, Any]:
         """One call: ("done", result) or ("failed", (what, traceback))."""
+        drop(call.drop)  # before an interrupt may stop the call: it is said once
         try:
             try:
                 self.serving = call.number
@@ -303,7 +304,6 @@ class _Worker:
             return "failed", report(error, __file__)
 
     def _run(self, call: Call) -> Any:
-        drop(call.drop)
         os.chdir(call.cwd)
         sys.path[:] = call.path
         os.environ[TIMEOUT] = str(call.timeout)

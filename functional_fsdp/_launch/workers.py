@@ -395,11 +395,12 @@ class SimulatedPool(Pool):
                 to = getattr(sys, kind)
                 rank.own.places[sys, kind] = Stream(to, rank.number) if rank.number else to
         self.idle = self.spoilt = False
-        del self.drop[: len(call.drop)]
         self.turns.run(lambda rank: self._serve(rank, call), struck, Own.of_the_caller(self.ranks[0].own))
         self.idle = self.alive() and not self.spoilt
         try:
-            return self._found(name, struck)
+            found = self._found(name, struck)
+            del self.drop[: len(call.drop)]  # else a rank may have been stopped before it heard of them
+            return found
         finally:
             for rank in self.ranks:
                 rank.result = rank.error = None

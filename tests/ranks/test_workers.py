@@ -606,8 +606,10 @@ def test_an_interrupt_in_a_finalizer_comes_again(w: WorkerGroup, tmp_path: Path)
 def test_an_interrupt_that_comes_before_a_rank_has_taken_the_call_up_stops_it() -> None:
     worker = object.__new__(_worker._Worker)
     worker.stopping, worker.serving, worker.sending, worker.reporting = 7, 0, False, False
-    kind, (what, _) = worker._serve(_worker.Call(7, b"not read", False, "", [], 1.0, [], ({}, False)))
+    _results.keep(6, (b"1", b"2"))
+    kind, (what, _) = worker._serve(_worker.Call(7, b"not read", False, "", [], 1.0, [(6, None)], ({}, False)))
     assert (kind, what) == ("failed", "KeyboardInterrupt")
+    assert not {(6, 0), (6, 1)} & {*_results._values}  # what it was told to drop is gone: nobody says it again
     assert (worker.stopping, worker.serving) == (0, 0)
 
 
