@@ -144,6 +144,10 @@ class Driver:
         self.operators = True  # whether the model may use operators of torch.library, see `jvp.Operators`
         self._clear()
 
+    def note_operators(self, found: bool) -> None:
+        """Whether a call had operators of torch.library, or did not come to its end."""
+        self.operators = found
+
     def deliver(self, reduce: Callable[..., State], watch: Callable[[str, Gradients], None] | None) -> None:
         """Gradients of the backward that comes go to `reduce`; before that `watch` sees them."""
         self.reduce, self.watch = reduce, watch

@@ -226,7 +226,7 @@ class Operators(TorchFunctionMode):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        self.tangents.driver.operators = self.found or error is not None
+        self.tangents.driver.note_operators(self.found or error is not None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
