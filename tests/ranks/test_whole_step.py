@@ -240,7 +240,7 @@ def decides(x: torch.Tensor) -> torch.Tensor:
 
 
 def loops(x: torch.Tensor) -> torch.Tensor:
-    return torch.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 1.5), (torch.tensor(0), x))[1]  # type: ignore[no-any-return]
+    return torch.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 1.5), (torch.tensor(0), x))[1]
 
 
 def recomputes(x: torch.Tensor) -> torch.Tensor:
