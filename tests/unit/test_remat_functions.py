@@ -66,13 +66,15 @@ def layer(key: str) -> Stage:
     return apply
 
 
-def same(make: Callable[..., Stage], *parts: Stage, fates: tuple[str, ...] = (*FATES,), times: int = 2) -> None:
-    """A stage of these parts has the same bits where it recomputes and they do not."""
-    right = results(make(*parts), times)
+def equal(found: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def same(stage: Stage, *parts: Stage, fates: tuple[str, ...] = (*FATES,)) -> None:
+    """A stage, whose first arguments are these parts, has the same bits where it recomputes and they do not."""
+    right = results(partial(stage, *parts), 3)
     for fate in fates:
-        mine = results(T.remat(make(*map(FATES[fate], parts))), times)
-        assert len(mine) == len(right)
-        assert all(map(torch.equal, mine, right)), fate
+        assert equal(results(T.remat(partial(stage, *map(FATES[fate], parts))), 3), right), fate
 
 
 # ---------------------------------------------------------------- what parts return
@@ -87,17 +89,14 @@ def test_whatever_a_part_returns() -> None:
         whole = {"sum": y.sum(), "positive": y > 0, "complex": torch.complex(y, -y), "transposed": y.t()[::2]}
         return y, mask, 3, None, whole, [y.view(-1), y.bfloat16()], h
 
-    def make(part: Stage) -> Stage:
-        def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
-            y, mask, three, nothing, whole, (flat, low), there = part(w, h.sin())
-            assert (three, nothing) == (3, None)
-            y = (y.sin() * whole.pop("sum")).exp() + mask + whole["positive"] + there.cos()  # which changes the dict
-            y = y + (flat.sin().sum() + low.sin().float().sum() + whole["transposed"].sin().sum()).cos()
-            return y + whole["complex"].exp().abs()
+    def stage(part: Stage, w: Tree, h: torch.Tensor) -> torch.Tensor:
+        y, mask, three, nothing, whole, (flat, low), there = part(w, h.sin())
+        assert (three, nothing) == (3, None)
+        y = (y.sin() * whole.pop("sum")).exp() + mask + whole["positive"] + there.cos()  # which changes the dict
+        y = y + (flat.sin().sum() + low.sin().float().sum() + whole["transposed"].sin().sum()).cos()
+        return y + whole["complex"].exp().abs()
 
-        return stage
-
-    same(make, odd)
+    same(stage, odd)
 
 
 @fates
@@ -154,13 +153,10 @@ def test_whatever_is_saved_comes_back_as_it_was(kind: torch.dtype) -> None:
 def test_an_output_that_is_changed_in_place_in_each_recomputation(fate: str) -> None:
     """With `retain_graph` there are two; the copy that is kept must be whole for the second."""
 
-    def make(part: Stage) -> Stage:
-        def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
-            y = part(w, h * 1.0)
-            y += 1
-            return y.sin().exp()
-
-        return stage
+    def stage(part: Stage, w: Tree, h: torch.Tensor) -> torch.Tensor:
+        y = part(w, h * 1.0)
+        y += 1
+        return y.sin().exp()
 
     def twice(stage: Stage) -> list[torch.Tensor]:
         w = {key: t.requires_grad_() for key, t in weights().items()}
@@ -175,7 +171,7 @@ def test_an_output_that_is_changed_in_place_in_each_recomputation(fate: str) -> 
     def part(w: Tree, h: torch.Tensor) -> torch.Tensor:
         return h @ w["a"]
 
-    assert all(map(torch.equal, twice(make(part)), twice(T.remat(make(FATES[fate](part))))))
+    assert equal(twice(partial(stage, part)), twice(T.remat(partial(stage, FATES[fate](part)))))
 
 
 def test_of_several_outputs_some_are_changed_in_place() -> None:
@@ -183,17 +179,14 @@ def test_of_several_outputs_some_are_changed_in_place() -> None:
         y = h @ w["a"]
         return y, h @ w["b"], y[:, :3], *(h @ w["c"]).unsafe_chunk(2, -1)
 
-    def make(part: Stage) -> Stage:
-        def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
-            y, z, some, first, second = part(w, h.sin())
-            y += 1
-            z *= y
-            first.mul_(2)
-            return (y.sin() + z.cos()) * some.sum().sin() * torch.cat([first.sin(), second.exp()], -1)
+    def stage(part: Stage, w: Tree, h: torch.Tensor) -> torch.Tensor:
+        y, z, some, first, second = part(w, h.sin())
+        y += 1
+        z *= y
+        first.mul_(2)
+        return (y.sin() + z.cos()) * some.sum().sin() * torch.cat([first.sin(), second.exp()], -1)
 
-        return stage
-
-    same(make, part, times=3)
+    same(stage, part)
 
 
 def test_a_copy_lies_as_what_it_is_a_copy_of() -> None:
@@ -204,17 +197,14 @@ def test_a_copy_lies_as_what_it_is_a_copy_of() -> None:
         y = h @ w["a"]
         return y[:, 1:17].t(), y
 
-    def make(part: Stage) -> Stage:
-        def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
-            some, y = part(w, h.sin())
-            strides.append((some.stride(), some.storage_offset()))
-            with torch.no_grad():
-                y += 1  # also in `some`
-            return y.sin() + some.exp().sum(0).mean()
+    def stage(part: Stage, w: Tree, h: torch.Tensor) -> torch.Tensor:
+        some, y = part(w, h.sin())
+        strides.append((some.stride(), some.storage_offset()))
+        with torch.no_grad():
+            y += 1  # also in `some`
+        return y.sin() + some.exp().sum(0).mean()
 
-        return stage
-
-    same(make, part, times=3)
+    same(stage, part)
     assert len({*strides}) == 1
 
 
@@ -224,18 +214,15 @@ def test_an_output_that_lies_on_the_parts_input() -> None:
     def part(w: Tree, h: torch.Tensor, own: bool) -> torch.Tensor:
         return (h @ w["b"]).view(-1) if own else h.detach().view(-1)
 
-    def make(part: Stage) -> Stage:
-        def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
-            y = h @ w["a"]
-            flat, other = part(w, y, False), part(w, h.sin(), True)
-            with torch.no_grad():
-                y.mul_(2)
-            other += 1
-            return y.sin() * flat.view_as(y).cos() + other.view_as(y).exp()
+    def stage(part: Stage, w: Tree, h: torch.Tensor) -> torch.Tensor:
+        y = h @ w["a"]
+        flat, other = part(w, y, False), part(w, h.sin(), True)
+        with torch.no_grad():
+            y.mul_(2)
+        other += 1
+        return y.sin() * flat.view_as(y).cos() + other.view_as(y).exp()
 
-        return stage
-
-    same(make, part, times=3)
+    same(stage, part)
 
 
 def test_inputs_that_are_changed_before_the_backward_are_an_error() -> None:
@@ -282,24 +269,21 @@ def test_a_gradient_inside() -> None:
         (grad,) = torch.autograd.grad(y.sum(), h, create_graph=True)
         return (grad @ w["b"]).sin() * y
 
-    same(lambda part: lambda w, h: part(w, h.sin()).cos(), inside)
+    same(lambda part, w, h: part(w, h.sin()).cos(), inside)
 
-    def make(first: Stage, second: Stage, third: Stage) -> Stage:
-        def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
-            y = first(w, h).sin()
-            (grad,) = torch.autograd.grad(second(w, h).sin().sum(), h, create_graph=True)
-            return third(w, grad.exp() + y).cos()
-
-        return stage
+    def stage(first: Stage, second: Stage, third: Stage, w: Tree, h: torch.Tensor) -> torch.Tensor:
+        y = first(w, h).sin()
+        (grad,) = torch.autograd.grad(second(w, h).sin().sum(), h, create_graph=True)
+        return third(w, grad.exp() + y).cos()
 
     plain, one, two = layer("b"), layer("a"), layer("c")
-    right = results(make(one, plain, two))
+    right = results(partial(stage, one, plain, two))
     for fate in FATES.values():
-        assert all(map(torch.equal, right, results(T.remat(make(fate(one), plain, fate(two))))))
+        assert equal(results(T.remat(partial(stage, fate(one), plain, fate(two)))), right)
         with pytest.raises(
             fsdp.ScheduleError, match="a gradient is taken inside of what is computed again, through a part"
         ):
-            results(T.remat(make(one, fate(plain), two)))
+            results(T.remat(partial(stage, one, fate(plain), two)))
 
 
 @fates
@@ -323,9 +307,9 @@ def test_regions_and_parts_that_lie_in_each_other(fate: str) -> None:
         return F.dropout((h @ w["a"]).tanh(), 0.5).exp()
 
     right = results(make(whole, lambda f: f, layer("b")), 2)
-    assert all(map(torch.equal, right, results(make(part(whole), T.remat, part(layer("b"))), 2)))
+    assert equal(results(make(part(whole), T.remat, part(layer("b"))), 2), right)
     around = make(part(T.remat(whole)), T.remat, T.offload(part(layer("b"))))
-    assert all(map(torch.equal, right, results(T.offload(around), 2)))
+    assert equal(results(T.offload(around), 2), right)
 
 
 def test_hooks_of_others_around_a_part() -> None:
@@ -336,42 +320,33 @@ def test_hooks_of_others_around_a_part() -> None:
         runs.append(1)
         return (h @ w["a"]).tanh()
 
-    def make(part: Stage) -> Stage:
-        def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
-            with torch.autograd.graph.save_on_cpu():
-                y = part(w, h.sin())
-            return y.sin().exp()
+    def stage(part: Stage, w: Tree, h: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            y = part(w, h.sin())
+        return y.sin().exp()
 
-        return stage
-
-    same(make, part, times=2)
-    assert len(runs) == 6
+    same(stage, part)
+    assert len(runs) == 9
 
 
 def test_under_autocast() -> None:
-    def make(first: Stage, second: Stage) -> Stage:
-        def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                y = first(w, h)
-                out: torch.Tensor = second(w, y.float().sin()).float().cos()
-            return out
+    def stage(first: Stage, second: Stage, w: Tree, h: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = first(w, h)
+            out: torch.Tensor = second(w, y.float().sin()).float().cos()
+        return out
 
-        return stage
-
-    same(make, lambda w, h: F.dropout(h @ w["a"], 0.2), layer("b"))
+    same(stage, lambda w, h: F.dropout(h @ w["a"], 0.2), layer("b"))
 
 
 def test_parts_in_a_torch_func_transform_within_a_stage_are_computed_again() -> None:
-    def make(part: Stage) -> Stage:
-        def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = torch.func.vmap(lambda row: part(w, row).sin())(h.cos())
-            return y.exp()
+    def stage(part: Stage, w: Tree, h: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.func.vmap(lambda row: part(w, row).sin())(h.cos())
+        return y.exp()
 
-        return stage
-
-    same(make, layer("a"), fates=("save",))
+    same(stage, layer("a"), fates=("save",))
     with pytest.raises(fsdp.ScheduleError, match=r"torch\.func's transforms .* forbid saved-tensor hooks"):
-        same(make, layer("a"), fates=("offload",))
+        same(stage, layer("a"), fates=("offload",))
 
 
 # ---------------------------------------------------------------- random numbers
@@ -382,14 +357,11 @@ def draws_from_python(w: Tree, h: torch.Tensor) -> torch.Tensor:
 
 
 def test_numbers_that_python_and_numpy_draw() -> None:
-    def make(part: Stage) -> Stage:
-        def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
-            y = part(w, (h * random.random()).sin())
-            return (y * random.random() * float(np.random.rand())).sin().exp()
+    def stage(part: Stage, w: Tree, h: torch.Tensor) -> torch.Tensor:
+        y = part(w, (h * random.random()).sin())
+        return (y * random.random() * float(np.random.rand())).sin().exp()
 
-        return stage
-
-    same(make, draws_from_python, times=3)
+    same(stage, draws_from_python)
 
 
 def stage_with(h: torch.Tensor, w: Tree, generator: torch.Generator) -> torch.Tensor:
@@ -433,7 +405,7 @@ def test_numbers_of_a_generator_that_is_given(how: str) -> None:
         }
         return [*results(stages[how], 2), generator.get_state()]
 
-    assert all(map(torch.equal, run(lambda f: f), run(T.remat)))
+    assert equal(run(T.remat), run(lambda f: f))
 
 
 @pytest.mark.parametrize(
@@ -454,7 +426,7 @@ def test_numbers_of_generators_of_numpy_and_python(make: Callable[[int], Any], d
 
         return [*results(again(stage), 2), torch.tensor(draw(generator))]
 
-    assert all(map(torch.equal, run(lambda f: f), run(T.remat)))
+    assert equal(run(T.remat), run(lambda f: f))
 
 
 def test_of_two_functions_with_one_code_the_second_may_draw() -> None:
@@ -462,8 +434,7 @@ def test_of_two_functions_with_one_code_the_second_may_draw() -> None:
         return lambda w, h: ((h * draw()) @ w["a"]).tanh().sin()
 
     T.vjp(T.remat(stage(lambda: 1.0)), weights(), inputs())
-    right, mine = results(stage(random.random)), results(T.remat(stage(random.random)))
-    assert all(map(torch.equal, right, mine))
+    assert equal(results(T.remat(stage(random.random))), results(stage(random.random)))
 
 
 def test_draws_are_those_of_the_device_whatever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,13 +543,10 @@ def test_a_part_that_changes_its_input_in_place_is_run_again(keyword: bool) -> N
         h.mul_(2).add_(torch.rand(()))
         return (h @ w["a"]).tanh()
 
-    def make(part: Stage) -> Stage:
-        def stage(w: Tree, x: torch.Tensor) -> torch.Tensor:
-            h = x.sin()
-            y = part(w, h=h) if keyword else part(w, h)
-            out: torch.Tensor = (y * h.cos() * torch.rand(())) @ w["b"]
-            return out.exp()
+    def stage(part: Stage, w: Tree, x: torch.Tensor) -> torch.Tensor:
+        h = x.sin()
+        y = part(w, h=h) if keyword else part(w, h)
+        out: torch.Tensor = (y * h.cos() * torch.rand(())) @ w["b"]
+        return out.exp()
 
-        return stage
-
-    same(make, writes)
+    same(stage, writes)
