@@ -54,6 +54,22 @@ def ours(optimizer: Any, steps: int = STEPS, **kwargs: Any) -> fsdp.State:
     return state
 
 
+def small(optimizer: Any, numel: int = 4, **placed: Any) -> fsdp.State:
+    """One leaf of ones."""
+    return fsdp.shard({"w": torch.ones(numel)}, Spec(fsdp.local_mesh(), **placed), optimizer)
+
+
+def stepped(state: fsdp.State, *gradients: float) -> fsdp.State:
+    for gradient in gradients:
+        grads = {path: torch.full_like(w, gradient) for path, w in fsdp.full_params(state).items()}
+        state = fsdp.step(fsdp.reduce(state, grads))
+    return state
+
+
+def zeros_like(main: Tree) -> Tree:
+    return pytree.tree_map(torch.zeros_like, main)
+
+
 def theirs(
     make: Callable[..., torch.optim.Optimizer],
     settings: dict[str, dict[str, Any]] | None = None,
@@ -173,22 +189,21 @@ def test_functions_by_label() -> None:
     equal(state, {name: {"bias": constant, "norm": norm, "default": falling}[label(name)][name] for name in SHAPES})
 
 
-def test_a_label_without_a_setting() -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        (fsdp.adamw(weight_decay={"bias": 0.0, "default": 0.1}, lr={"norm": 1.0}),
+         r"lr=\{'norm': 1\.0\}: nothing for the label '(default|bias)'\. Add"),
+        (fsdp.sgd(weight_decay={"bias": 0.0}),
+         r"weight_decay=\{'bias': 0\.0\}: nothing for the label 'default'\. Add a number"),
+        (fsdp.adamw(betas={"norm": (0.7, 0.9)}),
+         r"betas=\{'norm': \(0\.7, 0\.9\)\}: nothing for the label '(default|bias)'"),
+    ],
+)  # fmt: skip
+def test_a_label_without_a_setting(optimizer: Any, text: str) -> None:
     """Found at `shard`, on every rank: in `step` some labels would have been updated, and only on some ranks."""
-    optimizer = fsdp.adamw(weight_decay={"bias": 0.0, "default": 0.1}, lr={"norm": 1.0})
-    with pytest.raises(SpecError, match=r"lr=\{'norm': 1\.0\}: nothing for the label '(default|bias)'\. Add"):
+    with pytest.raises(SpecError, match=text):
         fsdp.shard(tree(0), spec(labels=LABELS), optimizer)
-    with pytest.raises(
-        SpecError, match=r"weight_decay=\{'bias': 0\.0\}: nothing for the label 'default'\. Add a number"
-    ):
-        fsdp.shard(tree(0), spec(labels=LABELS), fsdp.sgd(weight_decay={"bias": 0.0}))
-
-
-def test_betas_for_labels_that_there_are() -> None:
-    with pytest.raises(SpecError, match=r"betas=\{'norm': \(0\.7, 0\.9\)\}: nothing for the label '(default|bias)'"):
-        fsdp.shard(tree(0), spec(labels=LABELS), fsdp.adamw(betas={"norm": (0.7, 0.9)}))
-    assert hash(fsdp.adamw(betas=BETAS)) == hash(fsdp.adamw(betas=BETAS))
-    assert fsdp.adamw(betas=BETAS) == fsdp.adamw(betas=BETAS)
 
 
 def test_a_momentum_that_follows_the_count() -> None:
@@ -199,11 +214,9 @@ def test_a_momentum_that_follows_the_count() -> None:
         seen.append(int(count))
         return 0.1 * count.double()
 
-    state = fsdp.shard({"w": torch.zeros(1, dtype=torch.float64)}, Spec(fsdp.local_mesh()), fsdp.sgd(1.0, momentum))
-    for _ in range(3):  # the moving average: 1, 0.1 + 1, 0.2 × 1.1 + 1
-        state = fsdp.step(fsdp.reduce(state, {"w": torch.ones(1, dtype=torch.float64)}))
+    state = stepped(small(fsdp.sgd(1.0, momentum)), 1.0, 1.0, 1.0)  # the moving average: 1, 0.1 + 1, 0.2 × 1.1 + 1
     assert seen == [0, 1, 2]
-    assert fsdp.full_params(state)["w"].item() == pytest.approx(-(1 + 1.1 + 1.22))
+    assert fsdp.full_params(state)["w"][0].item() == pytest.approx(1 - (1 + 1.1 + 1.22))
 
 
 DESCENT = Optimizer(
@@ -212,38 +225,26 @@ DESCENT = Optimizer(
 NAN = float("nan")
 
 
-@pytest.mark.parametrize(
-    ("make", "kwargs", "text"),
-    [
-        (make, {name: number}, rf"{made}: {name} is {number!r}; expected a finite number of at least 0")
-        for make, made, names in (
-            (fsdp.adamw, "adamw", ("lr", "eps", "weight_decay")),
-            (fsdp.sgd, "sgd", ("lr", "momentum", "weight_decay")),
-        )
-        for name in names
-        for number in (-1e-3, NAN, float("inf"), -float("inf"), True, "fast", None)
-    ]
-    + [
-        (
-            fsdp.adamw,
-            {"lr": {"norm": -1.0, "default": 1}},
-            r"adamw: lr for the label 'norm' is -1\.0; expected a finite",
-        ),
-        (fsdp.sgd, {"lr": -1}, "sgd: lr is -1; expected"),
-        (fsdp.adamw, {"eps": {"norm": -1e-8}}, "adamw: eps for the label 'norm' is -1e-08; expected a finite number"),
-        (fsdp.sgd, {"weight_decay": {"default": NAN}}, "sgd: weight_decay for the label 'default' is nan; expected"),
-        (fsdp.adamw, {"betas": (0.9, 1.0)}, r"adamw: betas\[1\] is 1\.0; expected a number in \[0, 1\)"),
-        (fsdp.adamw, {"betas": (-0.1, 0.9)}, r"adamw: betas\[0\] is -0\.1; expected a number in \[0, 1\)"),
-        (fsdp.adamw, {"betas": (NAN, 0.9)}, r"adamw: betas\[0\] is nan"),
-        (fsdp.adamw, {"betas": 0.9}, r"adamw: betas is 0\.9; expected a pair of numbers, as \(0\.9, 0\.999\)"),
-        (fsdp.adamw, {"betas": (0.9,)}, r"adamw: betas is \(0\.9,\); expected a pair"),
-        (
-            fsdp.adamw,
-            {"betas": {"norm": (0.9, 2)}},
-            r"adamw: betas for the label 'norm'\[1\] is 2; expected a number in",
-        ),
-    ],
-)
+#: optimizers, what they are given, and what is said of it
+NUMBERS: list[tuple[Any, dict[str, Any], str]] = [
+    *((make, {name: number}, rf"{make.__name__}: {name} is {number!r}; expected a finite number of at least 0")
+      for make, names in ((fsdp.adamw, ("lr", "eps", "weight_decay")), (fsdp.sgd, ("lr", "momentum", "weight_decay")))
+      for name in names
+      for number in (-1e-3, NAN, float("inf"), -float("inf"), True, "fast", None)),
+    (fsdp.adamw, {"lr": {"norm": -1.0, "default": 1}}, r"adamw: lr for the label 'norm' is -1\.0; expected a finite"),
+    (fsdp.sgd, {"lr": -1}, "sgd: lr is -1; expected"),
+    (fsdp.adamw, {"eps": {"norm": -1e-8}}, "adamw: eps for the label 'norm' is -1e-08; expected a finite number"),
+    (fsdp.sgd, {"weight_decay": {"default": NAN}}, "sgd: weight_decay for the label 'default' is nan; expected"),
+    (fsdp.adamw, {"betas": (0.9, 1.0)}, r"adamw: betas\[1\] is 1\.0; expected a number in \[0, 1\)"),
+    (fsdp.adamw, {"betas": (-0.1, 0.9)}, r"adamw: betas\[0\] is -0\.1; expected a number in \[0, 1\)"),
+    (fsdp.adamw, {"betas": (NAN, 0.9)}, r"adamw: betas\[0\] is nan"),
+    (fsdp.adamw, {"betas": 0.9}, r"adamw: betas is 0\.9; expected a pair of numbers, as \(0\.9, 0\.999\)"),
+    (fsdp.adamw, {"betas": (0.9,)}, r"adamw: betas is \(0\.9,\); expected a pair"),
+    (fsdp.adamw, {"betas": {"norm": (0.9, 2)}}, r"adamw: betas for the label 'norm'\[1\] is 2; expected a number in"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "kwargs", "text"), NUMBERS)
 def test_numbers_that_no_optimizer_can_have(make: Any, kwargs: dict[str, Any], text: str) -> None:
     with pytest.raises(SpecError, match=text):
         make(**kwargs)
@@ -254,26 +255,26 @@ def test_numbers_at_the_edge_are_fine() -> None:
     fsdp.sgd(lr=torch.tensor(0.1), momentum=1.0, weight_decay=0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "name"),
-    [
-        (fsdp.adamw(lr={"nrom": 1.0, "default": 1.0}), "adamw(lr)"),
-        (fsdp.adamw(betas={"nrom": (0.9, 0.9), "default": (0.9, 0.9)}), "adamw(betas)"),
-        (fsdp.adamw(weight_decay={"nrom": 0.0, "default": 1.0}), "adamw(weight_decay)"),
-        (fsdp.adamw(eps={"nrom": 0.0, "default": 1.0}), "adamw(eps)"),
-        (fsdp.sgd(momentum={"nrom": 0.0, "default": 1.0}), "sgd(momentum)"),
-        (fsdp.sgd(lr={"nrom": lambda count: count, "default": 1.0}), "sgd(lr)"),
-        (fsdp.sgd(weight_decay={"nrom": 0.0, "default": 1.0}), "sgd(weight_decay)"),
-    ],
-)
-def test_a_misspelt_label(optimizer: Any, name: str) -> None:
-    text = f"{name}: no leaf has the label 'nrom'. The labels are 'bias', 'default', 'norm'; Spec(labels="
-    with pytest.raises(SpecError, match=re.escape(text)):
-        fsdp.shard(tree(0), spec(labels=LABELS), optimizer)
-    with pytest.raises(SpecError, match=re.escape(text)):
-        fsdp.init(Labelled, Spec(fsdp.local_mesh(), labels=LABELS), optimizer)
-    with pytest.raises(SpecError, match=re.escape(text)):
-        fsdp.abstract_state(tree(0), Spec({"data": 2}, labels=LABELS), optimizer)
+MISSPELT: list[tuple[Any, str, Any]] = [  # an optimizer, its setting, and what that has for labels
+    (fsdp.adamw, "lr", 1.0), (fsdp.adamw, "betas", (0.9, 0.9)), (fsdp.adamw, "weight_decay", 0.0),
+    (fsdp.adamw, "eps", 0.0), (fsdp.sgd, "momentum", 0.0), (fsdp.sgd, "lr", lambda count: count),
+    (fsdp.sgd, "weight_decay", 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "name", "value"), MISSPELT)
+def test_a_misspelt_label(make: Any, name: str, value: Any) -> None:
+    optimizer = make(**{name: {"nrom": value, "default": value}})
+    said = (
+        f"{make.__name__}({name}): no leaf has the label 'nrom'. The labels are 'bias', 'default', 'norm'; Spec(labels="
+    )
+    for call in (
+        lambda: fsdp.shard(tree(0), spec(labels=LABELS), optimizer),
+        lambda: fsdp.init(Labelled, Spec(fsdp.local_mesh(), labels=LABELS), optimizer),
+        lambda: fsdp.abstract_state(tree(0), Spec({"data": 2}, labels=LABELS), optimizer),
+    ):
+        with pytest.raises(SpecError, match=re.escape(said)):
+            call()
 
 
 class Labelled(torch.nn.Linear):
@@ -344,7 +345,7 @@ def lion(lr: float = 1e-2, b1: float = 0.9, b2: float = 0.99) -> Optimizer:
         new = pytree.tree_map(lambda p, g, m: p - lr * torch.sign(b1 * m + (1 - b1) * g), main, grads, opt)
         return new, pytree.tree_map(lambda g, m: b2 * m + (1 - b2) * g, grads, opt)
 
-    return Optimizer(lambda main: pytree.tree_map(torch.zeros_like, main), update)
+    return Optimizer(zeros_like, update)
 
 
 def lion_by_hand() -> dict[str, torch.Tensor]:
@@ -377,17 +378,14 @@ def test_a_pair_that_moves_its_history_along() -> None:
     """A pure update may return old tensors in other places: delayed gradients, a ring of past ones."""
 
     def init(main: Tree) -> tuple[Tree, Tree, Tree]:
-        zeros = [pytree.tree_map(torch.zeros_like, main) for _ in range(3)]
-        return zeros[0], zeros[1], zeros[2]
+        return zeros_like(main), zeros_like(main), zeros_like(main)
 
     def update(grads: Tree, opt: Any, main: Tree, count: torch.Tensor) -> tuple[Tree, Any]:
         return pytree.tree_map(lambda p, g: p - g, main, opt[2]), (grads, opt[0], opt[1])
 
-    state = fsdp.shard({"w": torch.zeros(2)}, Spec(fsdp.local_mesh()), Optimizer(init, update))
-    for i in range(1, 6):
-        state = fsdp.step(fsdp.reduce(state, {"w": torch.full((2,), float(10**i))}))
+    state = stepped(small(Optimizer(init, update)), *(10.0**i for i in range(1, 6)))
     history = [fsdp.full_params(state)["w"][0].item(), *(past["w"].local[0].item() for past in state.opt)]
-    assert history == [-110.0, 100000.0, 10000.0, 1000.0]
+    assert history == [1 - 110.0, 100000.0, 10000.0, 1000.0]
 
 
 def test_a_pair_that_swaps_weights_and_state() -> None:
@@ -396,10 +394,7 @@ def test_a_pair_that_swaps_weights_and_state() -> None:
     def update(grads: Tree, opt: Tree, main: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
         return opt, main
 
-    state = fsdp.shard(
-        {"w": torch.ones(2)}, Spec(fsdp.local_mesh()), Optimizer(lambda m: pytree.tree_map(torch.zeros_like, m), update)
-    )
-    state = fsdp.step(fsdp.reduce(state, {"w": torch.ones(2)}))
+    state = stepped(small(Optimizer(zeros_like, update), 2), 1.0)
     assert fsdp.full_params(state)["w"].tolist() == [0.0, 0.0]
     assert state.opt["w"].local[:2].tolist() == [1.0, 1.0]
 
@@ -433,55 +428,45 @@ def test_labels_of_a_buffer_for_hand_written_pairs() -> None:
 @pytest.mark.parametrize("wrong", [3, "adamw", (1, 2), (lambda m: m,), torch.optim.AdamW, {"init": 1}])
 def test_something_else_than_a_pair(wrong: Any) -> None:
     with pytest.raises(SpecError, match=r"optimizer: expected a pair \(init, update\), as fsdp\.adamw"):
-        fsdp.shard({"w": torch.ones(2)}, Spec(fsdp.local_mesh()), wrong)
+        small(wrong)
 
 
 def identity(grads: Tree, opt: Any, main: Tree, count: torch.Tensor) -> tuple[Any, Any]:
     return main, opt
 
 
-def bad_updates() -> dict[str, tuple[Any, str]]:
-    def of(change: Callable[[Tree, Any], tuple[Any, Any]]) -> Any:
-        def update(grads: Tree, opt: Any, main: Tree, count: torch.Tensor) -> tuple[Any, Any]:
-            new = pytree.tree_map(lambda p, g: p - g, main, grads)
-            return change(new, opt)
-
-        return update
-
-    return {
-        "main structure": (of(lambda main, opt: (list(main.values()), opt)), "another structure for main"),
-        "main shape": (of(lambda main, opt: (pytree.tree_map(lambda p: p[:3], main), opt)), r"main of shape \(3,\)"),
-        "main dtype": (
-            of(lambda main, opt: (pytree.tree_map(torch.Tensor.double, main), opt)),
-            "dtype torch.float64; expected",
-        ),
-        "opt structure": (of(lambda main, opt: (main, {"more": opt})), "another structure for opt"),
-        "opt shape": (of(lambda main, opt: (main, pytree.tree_map(lambda m: m[:3], opt))), r"opt of shape \(3,\)"),
-        "opt dtype": (
-            of(lambda main, opt: (main, pytree.tree_map(torch.Tensor.double, opt))),
-            "dtype torch.float64; expected",
-        ),
-        "opt type": (of(lambda main, opt: (main, pytree.tree_map(lambda m: 3, opt))), "opt"),
-    }
+def mapped(change: Callable[[torch.Tensor], Any]) -> Callable[[Tree], Tree]:
+    return lambda tree: pytree.tree_map(change, tree)
 
 
-@pytest.mark.parametrize("case", list(bad_updates()))
+#: what an update returns of new main weights and of its state, and what is said of that
+BAD_UPDATES: dict[str, tuple[Callable[[Tree], Any], Callable[[Tree], Any], str]] = {
+    "main structure": (lambda main: [*main.values()], dict, "another structure for main"),
+    "main shape": (mapped(lambda p: p[:3]), dict, r"main of shape \(3,\)"),
+    "main dtype": (mapped(torch.Tensor.double), dict, "main.* dtype torch.float64; expected"),
+    "opt structure": (dict, lambda opt: {"more": opt}, "another structure for opt"),
+    "opt shape": (dict, mapped(lambda m: m[:3]), r"opt of shape \(3,\)"),
+    "opt dtype": (dict, mapped(torch.Tensor.double), "opt.* dtype torch.float64; expected"),
+    "opt type": (dict, mapped(lambda m: 3), "opt"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_UPDATES)
 def test_an_update_that_returns_something_else_changes_nothing(case: str) -> None:
     """Everything is validated before anything is written: the state before the step stays good."""
-    update, text = bad_updates()[case]
+    of_main, of_opt, text = BAD_UPDATES[case]
     broken = [True]
 
-    def sometimes(grads: Tree, opt: Any, main: Tree, count: torch.Tensor) -> tuple[Any, Any]:
-        return (update if broken else identity)(grads, opt, main, count)
+    def update(grads: Tree, opt: Any, main: Tree, count: torch.Tensor) -> tuple[Any, Any]:
+        new = pytree.tree_map(lambda p, g: p - g, main, grads)
+        return (of_main(new), of_opt(opt)) if broken else (main, opt)
 
-    pair = Optimizer(lambda main: pytree.tree_map(torch.zeros_like, main), sometimes)
-    base = fsdp.shard({"w": torch.ones(4)}, Spec(fsdp.local_mesh()), pair)
+    base = small(Optimizer(zeros_like, update))
     with pytest.raises(TreeError, match=text):
-        fsdp.step(fsdp.reduce(base, {"w": torch.ones(4)}))
+        stepped(base, 1.0)
     broken.clear()
     assert fsdp.full_params(base)["w"].tolist() == [1.0] * 4
-    after = fsdp.step(fsdp.reduce(base, {"w": torch.ones(4)}))
-    assert after.count.item() == 1
+    assert stepped(base, 1.0).count.item() == 1
 
 
 # -------------------------------------------------------------------------------- values
@@ -492,6 +477,7 @@ def test_optimizers_are_values() -> None:
     for make in (
         lambda: fsdp.adamw(lr=rate, weight_decay={"a": 0.1, "default": 0.0}),
         lambda: fsdp.sgd(lr=0.1, momentum=0.9),
+        lambda: fsdp.adamw(betas=BETAS),
     ):
         assert make() == make()
         assert hash(make()) == hash(make())
@@ -516,10 +502,8 @@ def test_an_update_by_bucket_is_the_update_of_all(optimizer: Any, precision: Any
     for name in [*apart.main]:
         chosen = {name: apart.main[name]}
         optimizer.update({name: grads[name]}, apart.opt, chosen, apart.count)
-    for a, b in zip(
-        pytree.tree_leaves((state.main, state.opt)), pytree.tree_leaves((apart.main, apart.opt)), strict=True
-    ):
-        assert torch.equal(a, b)
+    together, one_by_one = (pytree.tree_leaves((one.main, one.opt)) for one in (state, apart))
+    assert all(torch.equal(a, b) for a, b in zip(together, one_by_one, strict=True))
 
 
 @BOTH
@@ -559,7 +543,7 @@ def test_a_bool_may_say_whether_to_skip(optimizer: Any) -> None:
 
 def test_a_bool_may_say_so_in_a_traced_step() -> None:
     torch._dynamo.reset()
-    state = fsdp.shard({"w": torch.ones(3)}, Spec(fsdp.local_mesh()), fsdp.sgd(lr=1.0))
+    state = small(fsdp.sgd(lr=1.0), 3)
 
     def one(state: fsdp.State, grads: Tree, skip: bool) -> fsdp.State:
         return fsdp.step(fsdp.reduce(state, grads), skip=skip)
@@ -590,27 +574,15 @@ def test_what_cannot_say_whether_to_skip(skip: Any, text: str) -> None:
 
 
 def test_what_a_class_keeps_has_its_own_dtype_or_the_parameters() -> None:
-    kept = {
-        "own": Kept(False, 0.5, torch.float64),
-        "theirs": Kept(False, 0.5, None),
-        "weights": Kept(False, None, None),
-    }
-    found = states_of(kept, torch.ones(3, dtype=torch.bfloat16))
-    assert {name: value.dtype for name, value in found.items()} == {
-        "own": torch.float64, "theirs": torch.bfloat16, "weights": torch.bfloat16,
-    }  # fmt: skip
+    low, high = torch.bfloat16, torch.float64
+    kept = {"own": Kept(False, 0.5, high), "theirs": Kept(False, 0.5, None), "weights": Kept(False, None, None)}
+    found = states_of(kept, torch.ones(3, dtype=low))
+    assert {name: value.dtype for name, value in found.items()} == {"own": high, "theirs": low, "weights": low}
     assert found["own"].tolist() == [0.5] * 3
     assert found["weights"].tolist() == [1.0] * 3
 
 
 # -------------------------------------------------------------------------------- what hand-written updates do
-
-
-def stepped(state: fsdp.State, *gradients: float, **kwargs: Any) -> fsdp.State:
-    for gradient in gradients:
-        grads = {path: torch.full_like(w, gradient) for path, w in fsdp.full_params(state).items()}
-        state = fsdp.step(fsdp.reduce(state, grads), **kwargs)
-    return state
 
 
 def weight_of(state: fsdp.State) -> list[float]:
@@ -624,25 +596,21 @@ def adam(grads: Tree, opt: Tree, main: Tree, count: torch.Tensor) -> tuple[Tree,
     return new, {"mean": mean, "square": square}
 
 
-def one_tensor_twice(main: Tree) -> Tree:
-    zeros = pytree.tree_map(torch.zeros_like, main)
-    return {"mean": zeros, "square": zeros}
-
-
 def test_what_init_gives_twice_has_memory_of_its_own() -> None:
-    apart = Optimizer(lambda main: {name: pytree.tree_map(torch.zeros_like, main) for name in ("mean", "square")}, adam)
-    states = [
-        stepped(fsdp.shard({"w": torch.ones(4)}, Spec(fsdp.local_mesh()), optimizer), 3.0, 1.0, -2.0)
-        for optimizer in (apart, Optimizer(one_tensor_twice, adam))
-    ]
-    assert weight_of(states[0]) == weight_of(states[1])
+    def one_tensor_twice(main: Tree) -> Tree:
+        zeros = zeros_like(main)
+        return {"mean": zeros, "square": zeros}
+
+    apart = Optimizer(lambda main: {"mean": zeros_like(main), "square": zeros_like(main)}, adam)
+    once, twice = (stepped(small(pair), 3.0, 1.0, -2.0) for pair in (apart, Optimizer(one_tensor_twice, adam)))
+    assert weight_of(once) == weight_of(twice)
 
 
 def test_main_weights_in_what_init_gives_are_copied() -> None:
     def update(grads: Tree, opt: Tree, main: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
         return pytree.tree_map(lambda p, g, a: p - 0.1 * (g + (p - a)), main, grads, opt["anchor"]), opt
 
-    state = fsdp.shard({"w": torch.ones(4)}, Spec(fsdp.local_mesh()), Optimizer(lambda main: {"anchor": main}, update))
+    state = small(Optimizer(lambda main: {"anchor": main}, update))
     assert weight_of(stepped(state, 1.0, 1.0)) == [0.81]  # 0.9 - 0.1 * (1 - 0.1)
 
 
@@ -654,9 +622,7 @@ def test_an_update_may_put_new_buffers_into_its_dicts(whole_step: bool) -> None:
             main[name] = main[name].but(main[name].local - 0.1 * opt[name].local)
         return main, opt
 
-    state = fsdp.shard(
-        {"w": torch.ones(4)}, Spec(fsdp.local_mesh()), Optimizer(lambda m: pytree.tree_map(torch.zeros_like, m), update)
-    )
+    state = small(Optimizer(zeros_like, update))
     places = [leaf.data_ptr() for leaf in pytree.tree_leaves((state.main, state.opt))]
 
     def step(state: fsdp.State, grad: torch.Tensor) -> fsdp.State:
@@ -696,9 +662,8 @@ class Anew(Momentum):
 
 @pytest.mark.parametrize("kind", ["device", "pinned_host"])
 def test_who_updates_by_bucket_changes_its_state_in_place(kind: str) -> None:
-    placed = Spec(fsdp.local_mesh(), fsdp.zero3("data", memory_kind=kind))
     with pytest.raises(TreeError, match="by_bucket = True, and its update returned other tensors in opt"):
-        stepped(fsdp.shard({"w": torch.ones(4)}, placed, Anew()), 1.0)
+        stepped(small(Anew(), placement=fsdp.zero3("data", memory_kind=kind)), 1.0)
 
 
 @pytest.mark.parametrize("kind", ["device", "pinned_host"])
@@ -725,7 +690,7 @@ def test_a_step_whose_update_changed_gradients_and_raised_begins_anew() -> None:
             raise ValueError("once")
         return pytree.tree_map(lambda p, g: p - g, main, grads), opt
 
-    base = fsdp.shard({"w": torch.ones(4)}, Spec(fsdp.local_mesh()), Optimizer(lambda main: {}, update))
+    base = small(Optimizer(lambda main: {}, update))
     state = fsdp.reduce(base, {"w": torch.ones(4)})
     with pytest.raises(ValueError, match="once"):
         fsdp.step(state)
@@ -745,8 +710,9 @@ def test_a_class_of_torch_that_writes_to_data_and_raises_leaves_a_state_that_say
             if calls[0] == 0:
                 raise ValueError("half-way")
 
-    state = fsdp.shard({"w": torch.ones(4)}, Spec(fsdp.local_mesh()), fsdp.from_torch(ByData, lr=0.1))
-    state = stepped(state, 1.0)  # now the operations are known, and one small step goes before
+    state = stepped(
+        small(fsdp.from_torch(ByData, lr=0.1)), 1.0
+    )  # now the operations are known, and one small step goes before
     calls[0] = 2
     with pytest.raises(ValueError, match="half-way"):
         stepped(state, 1.0)
@@ -807,5 +773,5 @@ def test_a_pair_that_gives_updates_is_refused_where_it_is_given() -> None:
              Pair(dict, lambda updates, state, params=None: (updates, state))]  # fmt: skip
     for pair in pairs:
         with pytest.raises(fsdp.SpecError, match=r"update of this Pair takes params=None.*fsdp.from_updates\(pair\)"):
-            fsdp.shard({"w": torch.ones(3)}, fsdp.Spec(fsdp.local_mesh()), pair)
-        fsdp.shard({"w": torch.ones(3)}, fsdp.Spec(fsdp.local_mesh()), fsdp.from_updates(pair))
+            small(pair)
+        small(fsdp.from_updates(pair))
