@@ -60,10 +60,7 @@ def test_fields_between_steps() -> None:
     state = begin()
     assert state.units == ("wte", "blocks.0", "blocks.1")
     assert list(state.main) == ["wte", "blocks.0", "blocks.1"]
-    assert state.weights == {}
-    assert state.grads == {}
-    assert state.buffers == {}
-    assert state.extras == {}
+    assert state.weights == state.grads == state.buffers == state.extras == {}
     assert fsdp.local_shards(state, "grads") == fsdp.local_shards(state, "weights") == {}
     assert (state.count.dtype, state.count.shape, state.count.item()) == (torch.int64, (), 0)
     assert (state.rng.dtype, state.rng.item()) == (torch.int64, 0)
@@ -249,11 +246,15 @@ def through_pickle(state: State) -> State:
     return pickle.loads(pickle.dumps(state))
 
 
-def through_torch(state: State) -> State:
+def saved(found: Any) -> io.BytesIO:
     file = io.BytesIO()
-    torch.save(state, file)
+    torch.save(found, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return file
+
+
+def through_torch(state: State) -> State:
+    return torch.load(saved(state), weights_only=False)
 
 
 COPIES: list[Callable[[State], State]] = [copy.deepcopy, copy.copy, through_pickle, through_torch]
@@ -313,25 +314,24 @@ def test_extras_and_named_tuples_of_parameters_survive_a_pickle() -> None:
 # -------------------------------------------------------------------------------- who may use it when
 
 
-def uses() -> dict[str, Callable[[State], Any]]:
-    return {
-        "unshard": fsdp.unshard,
-        "unshard(unit)": lambda s: fsdp.unshard(s, "wte"),
-        "reduce": lambda s: fsdp.reduce(s, tree(1.0)),
-        "step": lambda s: fsdp.step(replace(s, grads=s.main)),
-        "full_params": fsdp.full_params,
-        "local_shards": fsdp.local_shards,
-        "pmean": lambda s: fsdp.pmean(s, 1.0),
-        "release": lambda s: fsdp.release(s, "wte"),
-    }
+USES: dict[str, Callable[[State], Any]] = {
+    "unshard": fsdp.unshard,
+    "unshard(unit)": lambda s: fsdp.unshard(s, "wte"),
+    "reduce": lambda s: fsdp.reduce(s, tree(1.0)),
+    "step": lambda s: fsdp.step(replace(s, grads=s.main)),
+    "full_params": fsdp.full_params,
+    "local_shards": fsdp.local_shards,
+    "pmean": lambda s: fsdp.pmean(s, 1.0),
+    "release": lambda s: fsdp.release(s, "wte"),
+}
 
 
-@pytest.mark.parametrize("use", list(uses()))
+@pytest.mark.parametrize("use", USES)
 def test_a_state_that_step_consumed(use: str) -> None:
     base = one_step(begin())
     one_step(base)
     with pytest.raises(StaleStateError) as caught:
-        uses()[use](base)
+        USES[use](base)
     text = str(caught.value)
     assert text.startswith(use.split("(")[0])
     assert "this State was consumed by step() number 2. Use the State that that call returned" in text
@@ -415,13 +415,9 @@ def test_a_release_that_was_refused_consumes_nothing() -> None:
 @pytest.mark.parametrize("name", ["blocks.2", "nope", 3])
 def test_a_unit_that_does_not_exist(verb: str, name: Any) -> None:
     base = begin()
-    call = {
-        "unshard": lambda: fsdp.unshard(base, [name]),
-        "release": lambda: fsdp.release(base, [name]),
-        "reduce": lambda: fsdp.reduce(base, {}, name),
-    }[verb]
+    given = ({}, name) if verb == "reduce" else ([name],)
     with pytest.raises(ScheduleError) as caught:
-        call()
+        getattr(fsdp, verb)(base, *given)
     assert f"{verb}: there is no unit {name!r}. The units are 'wte', 'blocks.0', 'blocks.1'." in str(caught.value)
     one_step(base)
 
@@ -537,8 +533,7 @@ def test_a_step_with_no_gradients() -> None:
 
 
 def test_a_step_without_an_optimizer() -> None:
-    spec = Spec(fsdp.local_mesh(), units=["blocks.*", "wte"])
-    base = fsdp.shard(tree(), spec)
+    base = fsdp.shard(tree(), Spec(fsdp.local_mesh(), units=["blocks.*", "wte"]))
     assert base.opt == {}
     state = fsdp.reduce(base, tree(1.0))
     assert fsdp.local_shards(state, "grads")["wte"].tolist() == [2.0] * 15
@@ -673,16 +668,9 @@ def test_a_move_that_was_stopped_leaves_nothing_to_go_on_from(monkeypatch: pytes
 @pytest.mark.parametrize("transform", ["grad", "vmap", "vjp"])
 def test_verbs_refuse_to_run_inside_a_transform(verb: str, transform: str) -> None:
     base = begin()
-    calls: dict[str, Callable[[], Any]] = {
-        "unshard": lambda: fsdp.unshard(base),
-        "release": lambda: fsdp.release(base, "wte"),
-        "reduce": lambda: fsdp.reduce(base, tree(1.0)),
-        "step": lambda: fsdp.step(base),
-        "pmean": lambda: fsdp.pmean(base, 1.0),
-    }
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        calls[verb]()
+        USES[verb](base)
         return x.sum()
 
     run: dict[str, Callable[[], Any]] = {
@@ -811,10 +799,3 @@ def test_a_state_dict_says_what_only_the_module_knows() -> None:
             into.load_state_dict(copy.deepcopy(found) if one is module else torch.load(saved(found), weights_only=True))
             assert into.a[0].scale == 2.0
             assert all(torch.equal(a, b) for a, b in zip(into.parameters(), module.parameters(), strict=True))
-
-
-def saved(found: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(found, file)
-    file.seek(0)
-    return file
