@@ -64,8 +64,7 @@ def same(make: Callable[[], nn.Module], *fates: str | None, part: str = "part", 
     for fate in fates:
         kept: dict[str, Any] = {fate: (part,)} if fate else {}
         mine = trained(make, lambda m: T.remat(m, pattern, **kept), **how)  # noqa: B023
-        assert len(mine) == len(right)
-        assert all(map(torch.equal, mine, right)), fate
+        assert all(torch.equal(a, b) for a, b in zip(mine, right, strict=True)), fate
 
 
 class Block(nn.Module):
@@ -86,8 +85,16 @@ class Block(nn.Module):
         return y
 
 
-def two(kind: type[nn.Module]) -> nn.Module:
+def two(kind: Callable[[], nn.Module]) -> nn.Module:
     return nn.Sequential(kind(), kind())
+
+
+class Blocks(nn.Module):
+    """Two blocks, which are given something besides."""
+
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([kind(), kind()])
 
 
 # ---------------------------------------------------------------- lists and dicts that a module is given
@@ -112,10 +119,9 @@ class Writes(Block):
         return self.after(y * notes["seen"][-1] * notes["all"]).tanh() * len(notes["seen"])
 
 
-class Written(nn.Module):
+class Written(Blocks):
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Writes(), Writes()])
+        super().__init__(Writes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         notes: dict[str, Any] = {"all": x.mean() + 1, "seen": [x.mean()]}
@@ -123,10 +129,6 @@ class Written(nn.Module):
             x = block(x, notes, seen=notes["seen"])
         out: torch.Tensor = x + sum(notes["seen"]) + notes["all"]
         return out
-
-
-def test_what_is_computed_again_finds_lists_and_dicts_as_they_were() -> None:
-    same(Written, None, "save", pattern="blocks.*", steps=1)
 
 
 class Stacks(Block):
@@ -138,22 +140,18 @@ class Stacks(Block):
         return self.after((y * len(stack)).sin()).tanh()
 
 
-class Stacked(nn.Module):
+class Stacked(Blocks):
     stack: ClassVar[list[torch.Tensor]] = []
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Stacks(), Stacks()])
+        super().__init__(Stacks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x, self.stack)
-        return x * self.stack.pop() * self.stack.pop()
-
-
-def test_what_is_computed_again_leaves_a_stack_as_it_is() -> None:
-    same(Stacked, None, "save", pattern="blocks.*", steps=1)
-    assert not Stacked.stack
+        out = x * self.stack.pop() * self.stack.pop()
+        assert not self.stack  # also after what was computed again before
+        return out
 
 
 class Outputs(Block):
@@ -166,10 +164,9 @@ class Outputs(Block):
         return self.after((y * len(outputs)).sin()).tanh()
 
 
-class Collected(nn.Module):
+class Collected(Blocks):
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Outputs(), Outputs()])
+        super().__init__(Outputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         from transformers.modeling_outputs import BaseModelOutput
@@ -179,10 +176,6 @@ class Collected(nn.Module):
             x = block(x, outputs)
         out: torch.Tensor = x * outputs["attentions"]
         return out
-
-
-def test_what_is_computed_again_finds_outputs_of_transformers_as_they_were() -> None:
-    same(Collected, None, "save", pattern="blocks.*", steps=1)
 
 
 class Holds(Block):
@@ -212,9 +205,14 @@ class Held(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("clears", [False, True])
-def test_what_a_module_holds_and_is_given_is_one(clears: bool) -> None:
-    same(partial(Held, clears), None, "save", pattern="block", steps=1)
+@pytest.mark.parametrize(
+    "make",
+    [Written, Stacked, Collected, partial(Held, False), partial(Held, True)],
+    ids=["written", "stacked", "collected", "held", "held and cleared"],
+)
+def test_what_is_computed_again_finds_what_it_is_given_as_it_was(make: Callable[[], nn.Module]) -> None:
+    same(make, None, "save", pattern="block" if isinstance(make, partial) else "blocks.*", steps=1)
+    assert not Stacked.stack
 
 
 class Reads(Noting):
@@ -308,10 +306,6 @@ class Averaged(Block):
         return (y + self.part.seen[-1] * len(self.part.seen)).sin() * self.part.seen[0]
 
 
-def test_what_a_part_makes_of_buffers_and_attributes() -> None:
-    same(lambda: two(Averaged), None, *KEPT)
-
-
 def test_what_is_computed_again_twice_finds_buffers_as_they_were() -> None:
     """A gradient of a gradient needs the forward's tensors two times."""
 
@@ -360,10 +354,6 @@ class Recurrent(Block):
         return y.exp() if self.turn % 3 else y.cos()
 
 
-def test_attributes_that_change_from_call_to_call() -> None:
-    same(lambda: two(Recurrent), None, *KEPT)
-
-
 @pytest.mark.parametrize("numel", [WIDTH, WIDTH << 11])
 def test_a_buffer_that_first_changes_in_a_later_call(numel: int) -> None:
     """A large one is not copied as long as it is not known to change; then that is an error, once."""
@@ -390,19 +380,23 @@ def test_a_buffer_that_first_changes_in_a_later_call(numel: int) -> None:
             same(lambda: two(Masked), None)
 
 
-def test_an_attribute_that_is_changed_in_place_is_an_error() -> None:
-    class Counts(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.total = torch.zeros(WIDTH)
+class Fills(Block):
+    """Writes into a tensor that is an attribute, or lies in one."""
 
-        def use(self, y: torch.Tensor) -> torch.Tensor:
-            out = y * self.total.clone()
-            self.total += 1
-            return out
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.total, self.caches, self.name = torch.zeros(WIDTH), [torch.zeros(WIDTH)], name
 
-    with pytest.raises(fsdp.ScheduleError, match=r"a Counts changed its attribute 'total' in place.* Make it a buffer"):
-        same(lambda: two(Counts), None)
+    def use(self, y: torch.Tensor) -> torch.Tensor:
+        mine = self.total if self.name == "total" else self.caches[0]
+        mine.add_(1)
+        return y * mine.clone()
+
+
+@pytest.mark.parametrize("name", ["total", "caches"])
+def test_an_attribute_that_is_changed_in_place_is_an_error(name: str) -> None:
+    with pytest.raises(fsdp.ScheduleError, match=rf"a Fills changed its attribute '{name}' in place.* Make it a buff"):
+        same(lambda: two(partial(Fills, name)), None)
 
 
 @pytest.mark.parametrize("name", ["generator", "generators"])
@@ -568,10 +562,6 @@ class Listens(Block):
         return F.dropout(y * self.scale, 0.5, self.training) * self.scale
 
 
-def test_attributes_that_a_module_around_sets_for_a_call() -> None:
-    same(lambda: nn.Sequential(Told(), Told()), None, *KEPT, pattern="*.block")
-
-
 class Collects(Block):
     """Counts in containers of every kind, within each other; from the second call on in further ones."""
 
@@ -597,27 +587,6 @@ class Collects(Block):
         return (y * (counted + len(self.first["pair"][0]) + len(self.first["pair"][1]))).sin()
 
 
-def test_containers_of_every_kind_go_on_once() -> None:
-    same(lambda: two(Collects), None, *KEPT)
-
-
-class Fills(Block):
-    """Writes into a tensor in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.caches = [torch.zeros(WIDTH)]
-
-    def use(self, y: torch.Tensor) -> torch.Tensor:
-        self.caches[0].add_(1)
-        return y * self.caches[0].clone()
-
-
-def test_a_tensor_in_a_container_that_is_changed_in_place_is_an_error() -> None:
-    with pytest.raises(fsdp.ScheduleError, match=r"a Fills changed its attribute 'caches' in place.* Make it a buffer"):
-        same(lambda: two(Fills), None)
-
-
 class Tires(Block):
     """Goes on from the third call on, in a number and in a large list."""
 
@@ -633,8 +602,18 @@ class Tires(Block):
         return (y * (self.rest + self.said[0])).cos()
 
 
-def test_an_attribute_that_first_changes_in_a_later_call() -> None:
-    same(lambda: two(Tires), None)
+@pytest.mark.parametrize(
+    ("kind", "fates", "pattern"),
+    [
+        (Averaged, (None, *KEPT), "*"),
+        (Recurrent, (None, *KEPT), "*"),
+        (Told, (None, *KEPT), "*.block"),
+        (Collects, (None, *KEPT), "*"),
+        (Tires, (None,), "*"),
+    ],
+)
+def test_what_a_call_makes_of_buffers_and_attributes(kind: Any, fates: tuple[str | None, ...], pattern: str) -> None:
+    same(lambda: two(kind), *fates, pattern=pattern)
 
 
 # ---------------------------------------------------------------- modules that keep their weights in a list
@@ -653,11 +632,11 @@ class Lists(nn.Module):
 
 @pytest.mark.parametrize(("kind", "pattern"), each((nn.GRU, nn.LSTM, nn.RNN), ("*", "*.rnn")))
 def test_recurrent_modules_recompute(kind: type[nn.RNNBase], pattern: str) -> None:
-    same(lambda: nn.Sequential(Lists(kind), Lists(kind)), None, pattern=pattern)
+    same(lambda: two(partial(Lists, kind)), None, pattern=pattern, steps=2)
 
 
 def test_recurrent_modules_are_parts() -> None:
-    same(lambda: nn.Sequential(Lists(nn.GRU), Lists(nn.GRU)), *KEPT, part="rnn")
+    same(lambda: two(partial(Lists, nn.GRU)), *KEPT, part="rnn", steps=2)
 
 
 def test_recurrent_modules_recompute_by_hand() -> None:
