@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import io
 import pickle
 import weakref
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+from support.files import saved
 from torch.utils.checkpoint import checkpoint
 
 import functional_fsdp as fsdp
@@ -300,9 +300,7 @@ def test_a_skeleton_says_bind_weights_first(call: str) -> None:
         "cast": lambda: skeleton.gain.to(torch.float64),
         "detach": lambda: skeleton.gain.detach(),
     }
-    with pytest.raises(
-        TreeError, match=r"bind weights first: this is a skeleton.*fsdp\.bind\(model, weights\)\(\.\.\.\)"
-    ):
+    with pytest.raises(TreeError, match=r"bind weights first: this is a skel.*fsdp\.bind\(model, weights\)\(\.\.\.\)"):
         calls[call]()
 
 
@@ -316,6 +314,7 @@ def test_a_skeleton_says_bind_weights_first(call: str) -> None:
         (lambda m: m.cpu(), r"Precision\(main=, compute=\)"),
         (lambda m: nn.init.zeros_(m.weight), r"fsdp\.replace_params\(state, params\)"),
         (lambda m: nn.init.normal_(m.weight), r"fsdp\.replace_params\(state, params\)"),
+        (lambda m: m(torch.ones(1, 3)), r"linear was called on one of shape \(5, 3\)"),
     ],
 )
 def test_what_is_called_on_a_skeleton_as_on_any_module_is_refused_with_what_to_call_here(
@@ -352,12 +351,6 @@ def test_a_state_of_a_model_of_another_width_is_refused_by_driven_steps() -> Non
             call(state, torch.ones(1, 3))
 
 
-def test_the_error_names_the_operation_and_the_shape() -> None:
-    _, skeleton = fsdp.functionalize(nn.Linear(3, 5))
-    with pytest.raises(TreeError, match=r"linear was called on one of shape \(5, 3\)"):
-        skeleton(torch.ones(1, 3))
-
-
 def test_placeholders_print_and_measure() -> None:
     _, skeleton = fsdp.functionalize(nn.Linear(3, 5))
     weight: Any = skeleton.weight
@@ -370,24 +363,18 @@ def test_placeholders_print_and_measure() -> None:
 # -------------------------------------------------------------------------------- bind
 
 
-def test_bind_uses_the_weights_that_it_is_given() -> None:
-    module = model()
-    params, skeleton = fsdp.functionalize(module)
-    other = model()
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(1.25)
-    weights = {name: (p * 1.25).detach() for name, p in params.items()}
-    assert torch.equal(fsdp.bind(skeleton, weights)(IDS), other(IDS))
-    assert torch.equal(fsdp.bind(module, weights)(IDS), other(IDS))  # of a real module: its own weights are not used
-    assert torch.equal(fsdp.bind(skeleton, params)(IDS), module(IDS))
+WAYS: dict[str, Callable[[nn.Module, Any], torch.Tensor]] = {
+    "any mapping in any order": lambda m, w: fsdp.bind(m, MappingProxyType(dict(reversed(list(w.items())))))(IDS),
+    "bound again": lambda m, w: fsdp.bind(fsdp.bind(m, {k: 0 * p for k, p in w.items()}), w)(IDS),  # type: ignore[arg-type]
+    "plain functional_call": lambda m, w: torch.func.functional_call(m, dict(w), (IDS,)),
+}
 
 
-def test_any_mapping_and_any_order_will_do() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_skeleton_has_the_weights_that_it_is_given(way: str) -> None:
     module = model()
     params, skeleton = fsdp.functionalize(module)
-    weights = MappingProxyType(dict(reversed(list(params.items()))))
-    assert torch.equal(fsdp.bind(skeleton, weights)(IDS), module(IDS))
+    assert torch.equal(WAYS[way](skeleton, params), module(IDS))
 
 
 def without(weights: Any, path: str) -> Any:
@@ -511,13 +498,6 @@ def test_bind_a_part_with_its_own_weights() -> None:
     weights = {name.removeprefix("blocks.1."): p for name, p in params.items() if name.startswith("blocks.1.")}
     h = torch.randn(3, 4)
     assert torch.equal(fsdp.bind(skeleton.blocks[1], weights)(h), module.blocks[1](h))
-
-
-def test_bind_again() -> None:
-    module = model()
-    params, skeleton = fsdp.functionalize(module)
-    zeros = {name: torch.zeros_like(p) for name, p in params.items()}
-    assert torch.equal(fsdp.bind(fsdp.bind(skeleton, zeros), params)(IDS), module(IDS))  # type: ignore[arg-type]
 
 
 def test_binding_leaves_the_skeleton_as_it_was() -> None:
@@ -873,13 +853,6 @@ def test_vmap_over_weights() -> None:
         torch.testing.assert_close(out[i], F.linear(h, factor * module.weight, factor * module.bias))
 
 
-def test_plain_functional_call_works_on_a_skeleton() -> None:
-    module = model()
-    params, skeleton = fsdp.functionalize(module)
-    out = torch.func.functional_call(skeleton, dict[str, torch.Tensor](params), (IDS,))
-    assert torch.equal(out, module(IDS))
-
-
 def test_functional_call_with_a_part_of_the_weights_does_not_pass_silently() -> None:
     params, skeleton = fsdp.functionalize(model(tied=False))
     del params["gain"]
@@ -912,10 +885,7 @@ def test_a_skeleton_can_be_copied(how: str) -> None:
     elif how == "pickle":
         again = pickle.loads(pickle.dumps(skeleton))
     else:
-        file = io.BytesIO()
-        torch.save(skeleton, file)
-        file.seek(0)
-        again = torch.load(file, weights_only=False)
+        again = torch.load(saved(skeleton), weights_only=False)
     assert isinstance(skeleton, Model)
     assert isinstance(again, Model)
     assert again is not skeleton
@@ -940,9 +910,6 @@ def test_frozen_and_integer_parameters_survive_a_copy() -> None:
         assert (again.w.dtype, again.w.requires_grad) == (torch.float32, True)
 
 
-# -------------------------------------------------------------------------------- with a state
-
-
 # ---------------------------------------------------------------- modules with weights
 
 
@@ -964,10 +931,7 @@ def test_as_module_is_a_module_of_the_same_class_with_these_weights() -> None:
         torch.func.functional_call(module, doubled, (tokens,), tie_weights=False), fsdp.bind(skeleton, doubled)(tokens)
     )
     assert torch.equal(torch.export.export(module, (tokens,)).module()(tokens), model(tokens))
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=False)(tokens), model(tokens))
+    assert torch.equal(torch.load(saved(module), weights_only=False)(tokens), model(tokens))
     assert module.blocks[0].up.weight.data_ptr() == weights["blocks.0.up.weight"].data_ptr()  # no copy
     assert next(skeleton.parameters()).is_meta  # the skeleton goes without
     one = torch.zeros(2, 2)

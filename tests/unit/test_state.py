@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.utils._pytree as pytree
+from support.files import saved
 
 import functional_fsdp as fsdp
 from functional_fsdp import Optimizer, Precision, ScheduleError, Spec, StaleStateError, State, TreeError
@@ -244,13 +244,6 @@ def test_children_are_named() -> None:
 
 def through_pickle(state: State) -> State:
     return pickle.loads(pickle.dumps(state))
-
-
-def saved(found: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(found, file)
-    file.seek(0)
-    return file
 
 
 def through_torch(state: State) -> State:
