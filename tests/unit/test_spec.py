@@ -24,12 +24,7 @@ TABLE: list[tuple[Placement, tuple[str, ...], tuple[str, ...], tuple[str, ...], 
     (fsdp.zero2("data"), (), ("data",), ("data",), ("data",), "zero2(data)"),
     (fsdp.zero3("data"), ("data",), ("data",), ("data",), ("data",), "zero3(data)"),
     (fsdp.hsdp("replica", "shard"), *(("shard",),) * 3, ("replica", "shard"), "hsdp(replica, shard)"),
-    (
-        fsdp.hfsdp("replica", "shard"),
-        *(("shard",),) * 2,
-        *(("replica", "shard"),) * 2,
-        "hfsdp(replica, shard)",
-    ),
+    (fsdp.hfsdp("replica", "shard"), *(("shard",),) * 2, *(("replica", "shard"),) * 2, "hfsdp(replica, shard)"),
 ]
 
 

@@ -109,11 +109,7 @@ def stepped(make: Callable[..., Any], batch: Any = None, **settings: Any) -> Any
 TABLE: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "save": (lambda x: fsdp.save(graded(), x), "None,3,a class", r"save\(folder\): expected a path, and got"),
     "save_dcp": (lambda x: fsdp.save_dcp(graded(), x), "None,3", r"save_dcp\(folder\): expected a path"),
-    "files": (
-        lambda x: fsdp.save_safetensors(graded(), x),
-        "None",
-        r"save_safetensors\(folder\): expected a path",
-    ),
+    "files": (lambda x: fsdp.save_safetensors(graded(), x), "None", r"save_safetensors\(folder\): expected a path"),
     "load(folder)": (lambda x: fsdp.load(x, fsdp.Spec(fsdp.local_mesh("cpu"))), "None,3", "expected a path"),
     "latest_checkpoint": (loose.latest_checkpoint, "None,3,tensors", "expected a path, and got"),
     "open_checkpoint": (loose.open_checkpoint, "None,3,a list", "expected a path, and got"),
