@@ -267,7 +267,23 @@ def test_both_passes_of_sam_have_the_same_dropout() -> None:
 # ---------------------------------------------------------------- soups
 
 
-def cooked(preset: str, folder: str) -> tuple[list[Tree], Tree, Tree, list[int]]:
+def counting(load: Any, counts: list[int]) -> Any:
+    """fsdp.load that notes of how many states that it gave to its rank each call finds weights."""
+    alive: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+
+    def counted(*args: Any, **kwargs: Any) -> fsdp.State:
+        gc.collect()
+        mine = alive.setdefault(dist.get_rank(), [])
+        counts.append(sum(one() is not None for one in mine))
+        found = load(*args, **kwargs)
+        assert not found.opt
+        mine.append(weakref.ref(next(iter(found.main.values())).local))
+        return found
+
+    return counted
+
+
+def cooked(preset: str, folder: str) -> tuple[list[Tree], Tree, Tree]:
     import soups
 
     state, model = begin(preset, fsdp.adamw(lr=0.1))
@@ -279,39 +295,26 @@ def cooked(preset: str, folder: str) -> tuple[list[Tree], Tree, Tree, list[int]]
         fsdp.save(state, folders[-1])
         seen.append(fsdp.full_params(state))
     del state
-    alive: list[weakref.ref[torch.Tensor]] = []
-    load, counts = fsdp.load, []
-
-    def counted(*args: Any, **kwargs: Any) -> fsdp.State:
-        gc.collect()
-        counts.append(sum(one() is not None for one in alive))
-        found = load(*args, **kwargs)
-        assert not found.opt
-        alive.append(weakref.ref(next(iter(found.main.values())).local))
-        return found
 
     def score(state: fsdp.State) -> float:
         _, loss = T.apply(model, loss_fn)(state, batch(9, 0))
         return -loss.item()
 
-    try:
-        fsdp.load = counted
-        whole = fsdp.full_params(soups.uniform(folders, spec_of(preset)))
-        best = fsdp.full_params(soups.greedy(folders[::-1], spec_of(preset), score))
-    finally:
-        fsdp.load = load
-    return seen, whole, best, counts
+    whole = fsdp.full_params(soups.uniform(folders, spec_of(preset)))
+    best = fsdp.full_params(soups.greedy(folders[::-1], spec_of(preset), score))
+    return seen, whole, best
 
 
 @pytest.mark.parametrize("preset", SOME)
-def test_soups_are_averages(preset: str, tmp_path: Path) -> None:
-    model = net()
+def test_soups_are_averages(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, counts = net(), list[int]()
+    monkeypatch.setattr(fsdp, "load", counting(fsdp.load, counts))
 
     def score(weights: Tree) -> float:
         x, y = batch(9, 0)
         return -(functional_call(model, weights, (x,)) - y).square().mean().item()
 
-    for seen, whole, best, counts in launch(cooked, (preset, str(tmp_path)), nprocs=ranks_of(preset), processes=True):
+    for seen, whole, best in fsdp.launch(cooked, (preset, str(tmp_path)), nprocs=ranks_of(preset), simulate=True):
         assert largest(whole, {k: torch.stack([one[k] for one in seen]).mean(0) for k in whole}) < 1e-12
         taken, had = [seen[-1]], score(seen[-1])
         for one in seen[-2::-1]:
@@ -320,7 +323,7 @@ def test_soups_are_averages(preset: str, tmp_path: Path) -> None:
                 taken, had = [*taken, one], score(mean)
         assert 1 <= len(taken) < 4
         assert largest(best, {k: torch.stack([w[k] for w in taken]).mean(0) for k in best}) < 1e-12
-        assert max(counts) == 1  # while the next is read
+    assert max(counts) == 1  # while the next is read
 
 
 # ---------------------------------------------------------------- MAML
