@@ -393,15 +393,15 @@ def test_the_best_beats_all_others_and_fits() -> None:
 
 
 def test_what_does_not_fit_recomputes() -> None:
-    deep = nn.ModuleList(nn.Sequential(Net(3), nn.Tanh()) for _ in range(6))
-    model = nn.Sequential(*deep)
-    free = fsdp.tune(model, loss_fn, rows(), mesh={"data": 4}, moves=False)
-    tight = fsdp.tune(model, loss_fn, rows(), mesh={"data": 4}, moves=False, budget=int(0.75 * free.best.peak))
+    model = nn.Sequential(*(nn.Sequential(Net(2), nn.Tanh()) for _ in range(4)))
+    tune = partial(fsdp.tune, model, loss_fn, rows(), mesh={"data": 4}, moves=False)
+    free = tune()
+    tight = tune(budget=int(0.8 * free.best.peak))
     assert tight.best.peak <= tight.budget < free.best.peak
     assert not tight.best.estimated
     assert tight.best.seconds >= free.best.seconds
     with pytest.raises(fsdp.SpecError, match=r"tune: nothing fits in 1.0 MiB a rank; the least that was found is"):
-        fsdp.tune(model, loss_fn, rows(), mesh={"data": 4}, moves=False, budget=1 << 20)
+        tune(budget=1 << 20)
 
 
 def test_settings_that_there_was_no_time_for_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
