@@ -10,6 +10,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,26 +20,30 @@ import torch
 import torch.distributed.checkpoint as dcp
 from benchmark_scale import Net, loss_of
 from support.golden import TREES, line_of
+from support.tables import FULL
 
 import functional_fsdp as fsdp
 import functional_fsdp.transforms as T
 from functional_fsdp import Schedule, Spec
-from functional_fsdp._plan.cursor import Positions
+from functional_fsdp._plan.cursor import Cursor, Positions
 from functional_fsdp._plan.layout import Layout, LeafInfo, plan_layout
-from functional_fsdp._plan.plan import make_plan
+from functional_fsdp._plan.plan import Plan, make_plan
 from functional_fsdp.look.tables import Stretch, find_peak
 from functional_fsdp.look.timeline import timeline_of
 
 GOLDEN = Path(__file__).with_name("golden.txt")
 MOST = 4.6  # times as many calls for four times as much
 Work = Callable[[], object]
+#: what is made of so many units and leaves before, and what is called with that
+Row = tuple[Callable[[int, int], tuple[Any, ...]], Callable[..., object]]
 
 
 def test_what_is_planned_for_random_trees_is_what_it_was() -> None:
     _, *lines = GOLDEN.read_text().splitlines()
     assert len(lines) == TREES
-    found = [line_of(tree) for tree in range(TREES)]
-    assert found == lines, "python tests/support/golden.py > tests/unit/golden.txt, if the change is meant"
+    some = range(0, TREES, 1 if FULL else 3)
+    found, wanted = [line_of(tree) for tree in some], [lines[tree] for tree in some]
+    assert found == wanted, "python tests/support/golden.py > tests/unit/golden.txt, if the change is meant"
 
 
 # -------------------------------------------------------------------------------- counting
@@ -54,6 +59,11 @@ def calls(work: Work) -> int:
     finally:
         gc.enable()
     return sum(entry.callcount for entry in profile.getstats())
+
+
+def work_of(row: Row) -> Callable[[int, int], Work]:
+    prepare, call = row
+    return lambda units, leaves: partial(call, *prepare(units, leaves))
 
 
 def grows(make: Callable[[int, int], Work], units: int, leaves: int, by_leaf: bool = False) -> float:
@@ -79,113 +89,99 @@ def infos(units: int, leaves: int) -> list[LeafInfo]:
     return [LeafInfo(f"blocks.{u}.part{k}.w", (4, 4), torch.float32) for u in range(units) for k in range(leaves)]
 
 
-def layout(units: int, leaves: int) -> Layout:
-    return plan_layout(infos(units, leaves), Spec({"data": 8}))
-
-
-def layouts(count: int, leaves: int, **spec: Any) -> Work:
-    some, wanted = infos(count, leaves), Spec({"data": 8}, **spec)
-    return lambda: plan_layout(some, wanted)
-
-
 def names(units: int, form: str = "blocks.{}") -> list[str]:
     return [form.format(i) for i in range(units)]
 
 
-def with_rules(units: int, leaves: int) -> Work:
+def leaves_and_spec(units: int, leaves: int, /, **spec: Any) -> tuple[list[LeafInfo], Spec]:
+    return infos(units, leaves), Spec({"data": 8}, **spec)
+
+
+def with_rules(units: int, leaves: int) -> tuple[list[LeafInfo], Spec]:
     rules = {name: f"kind {i % 3}" for i, name in enumerate(names(units))}
-    return layouts(units, leaves, labels=rules, trainable=dict.fromkeys(rules, True))
+    return leaves_and_spec(units, leaves, labels=rules, trainable=dict.fromkeys(rules, True))
 
 
-def of_towers(units: int, leaves: int) -> Work:
-    """A container, which is divided."""
+def of_a_container(units: int, leaves: int) -> tuple[list[LeafInfo], Spec]:
     some = [LeafInfo(f"0.{one.path}", one.shape, one.dtype) for one in infos(units, leaves)]
-    spec = Spec({"data": 8})
-    return lambda: plan_layout([*some, LeafInfo("1.weight", (4,), torch.float32)], spec)
+    return [*some, LeafInfo("1.weight", (4,), torch.float32)], Spec({"data": 8})
 
 
-def plans(units: int, leaves: int, **schedule: Any) -> Work:
+def layout(units: int, leaves: int) -> Layout:
+    return plan_layout(*leaves_and_spec(units, leaves))
+
+
+def layout_and_schedule(units: int, leaves: int, **schedule: Any) -> tuple[Layout, Schedule]:
+    return layout(units, leaves), Schedule(**schedule)
+
+
+def plan(units: int, leaves: int, **schedule: Any) -> tuple[Plan]:
+    return (make_plan(*layout_and_schedule(units, leaves, **schedule)),)
+
+
+def by_names(units: int, leaves: int) -> tuple[Layout, Schedule]:
+    ahead = {**dict.fromkeys(names(units), 2), "*": 1}
+    return layout_and_schedule(units, leaves, keep=names(units // 2), prefetch=ahead)
+
+
+def layout_plan_and_start(units: int, leaves: int) -> tuple[Layout, Plan, Cursor]:
     made = layout(units, leaves)
-    return lambda: make_plan(made, Schedule(**schedule))
+    return made, make_plan(made), Positions(make_plan(made)).start.cursor
 
 
-def with_names(units: int, leaves: int) -> Work:
-    return plans(units, leaves, keep=names(units // 2), prefetch={**dict.fromkeys(names(units), 2), "*": 1})
+def printed(made: Layout, plan: Plan, start: Cursor) -> object:
+    return repr(made), made.hash, repr(plan), plan.hash, plan.crowded_gathers, plan.stays, repr(start)
 
 
-def without_a_backward(units: int, leaves: int) -> Work:
-    """Two forwards, of which the second might be a backward."""
-    made, order = layout(units, leaves), Schedule(order=names(units) * 2)
-    return lambda: make_plan(made, order).turn
-
-
-def looks(units: int, leaves: int) -> Work:
-    made = layout(units, leaves)
-    plan = make_plan(made)
-    start = Positions(plan).start.cursor
-    return lambda: (repr(made), made.hash, repr(plan), plan.hash, plan.crowded_gathers, plan.stays, repr(start))
-
-
-def positions(units: int, leaves: int, **schedule: Any) -> Work:
-    plan = make_plan(layout(units, leaves), Schedule(**schedule))
-    return lambda: Positions(plan)
-
-
-def peaks(units: int, leaves: int) -> Work:
-    made = layout(units, leaves)
-    plan = make_plan(made)
+def peaks(made: Layout, plan: Plan, _: Cursor) -> object:
     stretches = [*(Stretch(one.unit, 3) for one in plan.reductions), Stretch("", 3)]
-
-    def work() -> None:
-        for gpu in (False, True):
-            find_peak(made, plan, {"main": 1}, stretches, gpu=gpu)
-
-    work()  # records of buckets are kept
-    return work
+    return [find_peak(made, plan, {"main": 1}, stretches, gpu=gpu) for gpu in (False, True)]
 
 
-def timelines(units: int, leaves: int) -> Work:
-    plan = make_plan(layout(units, leaves))
-    times = dict.fromkeys(names(units), 1e-3)
-    return lambda: timeline_of(plan, gather=1e9, reduce=1e9, compute=times)
+def with_records(units: int, leaves: int) -> tuple[Layout, Plan, Cursor]:
+    made = layout_plan_and_start(units, leaves)
+    peaks(*made)  # records of buckets are kept
+    return made
 
 
-def owners(units: int, leaves: int) -> Work:
-    buckets, muon = layout(units, leaves).trainable.values(), fsdp.muon(lr=0.1)
-    here = (("data", 3),)
-    return lambda: [
-        (repr(one), one.digest, one.plan(tuple(b.name for b in one.buckets), (), here)) for one in muon.owners(buckets)
-    ]
+def timeline(plan: Plan) -> object:
+    return timeline_of(plan, gather=1e9, reduce=1e9, compute=dict.fromkeys(plan.by_name, 1e-3))
 
 
-PURE: dict[str, Callable[[int, int], Work]] = {
-    "layout": layouts,
-    "layout by names": lambda u, n: layouts(u, n, units=names(u)),
-    "layout by patterns": lambda u, n: layouts(u, n, units=names(u, "blocks.{}.*")),
-    "layout with rules": with_rules,
-    "layout of a container": of_towers,
-    "plan": plans,
-    "plan ahead": lambda u, n: plans(u, n, prefetch=3, keep=1 << 12),
-    "plan that keeps all": lambda u, n: plans(u, n, keep="all"),
-    "plan by names": with_names,
-    "plan without a backward": without_a_backward,
-    "what is printed": looks,
-    "positions": positions,
-    "positions where all is kept": lambda u, n: positions(u, n, keep="all"),
-    "peak": peaks,
-    "timeline": timelines,
-    "owners": owners,
-}
+def owners(made: Layout) -> object:
+    found = fsdp.muon(lr=0.1).owners(made.trainable.values())
+    return [(repr(one), one.digest, one.plan(tuple(b.name for b in one.buckets), (), (("data", 3),))) for one in found]
+
+
+PURE: dict[str, Row] = {
+    "layout": (leaves_and_spec, plan_layout),
+    "layout by names": (lambda u, n: leaves_and_spec(u, n, units=names(u)), plan_layout),
+    "layout by patterns": (lambda u, n: leaves_and_spec(u, n, units=names(u, "blocks.{}.*")), plan_layout),
+    "layout with rules": (with_rules, plan_layout),
+    "layout of a container": (of_a_container, plan_layout),
+    "plan": (layout_and_schedule, make_plan),
+    "plan ahead": (lambda u, n: layout_and_schedule(u, n, prefetch=3, keep=1 << 12), make_plan),
+    "plan that keeps all": (lambda u, n: layout_and_schedule(u, n, keep="all"), make_plan),
+    "plan by names": (by_names, make_plan),
+    "plan of two forwards": (  # of which the second might be a backward
+        lambda u, n: layout_and_schedule(u, n, order=names(u) * 2), lambda *given: make_plan(*given).turn),
+    "what is printed": (layout_plan_and_start, printed),
+    "positions": (plan, Positions),
+    "positions where all is kept": (lambda u, n: plan(u, n, keep="all"), Positions),
+    "peak": (with_records, peaks),
+    "timeline": (plan, timeline),
+    "owners": (lambda u, n: (layout(u, n),), owners),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", PURE)
 def test_what_is_pure_grows_with_the_units(what: str) -> None:
-    assert grows(PURE[what], 64, 2) <= MOST
+    assert grows(work_of(PURE[what]), 64, 2) <= MOST
 
 
 @pytest.mark.parametrize("what", ["layout", "layout by patterns", "layout with rules", "what is printed", "owners"])
 def test_what_is_pure_grows_with_the_leaves(what: str) -> None:
-    assert grows(PURE[what], 3, 50, by_leaf=True) <= MOST
+    assert grows(work_of(PURE[what]), 3, 50, by_leaf=True) <= MOST
 
 
 def test_a_layout_does_not_grow_with_the_ranks() -> None:
@@ -204,48 +200,24 @@ def spec() -> Spec:
     return Spec(fsdp.local_mesh())
 
 
-def state_of(units: int, leaves: int) -> fsdp.State:
-    return fsdp.shard(fsdp.functionalize(Net(units * leaves, units))[0], spec(), fsdp.adamw(lr=1e-3))
+ADAMW = fsdp.adamw(lr=1e-3)
+
+
+def params_of(units: int, leaves: int, device: str = "cpu") -> tuple[dict[str, torch.Tensor]]:
+    return ({one.path: torch.ones(one.shape, device=device) for one in infos(units, leaves)},)
+
+
+def state_of(units: int, leaves: int) -> tuple[fsdp.State]:
+    return (fsdp.shard(fsdp.functionalize(Net(units * leaves, units))[0], spec(), ADAMW),)
 
 
 def driven(units: int, leaves: int, change: Any = lambda model: model, **said: Any) -> tuple[fsdp.State, Any]:
     params, model = fsdp.functionalize(Net(units * leaves, units))
-    placed = Spec(fsdp.local_mesh(), **said)
-    return fsdp.shard(params, placed, fsdp.adamw(lr=1e-3)), T.forward_backward(change(model), loss_of)
+    return fsdp.shard(params, Spec(fsdp.local_mesh(), **said), ADAMW), T.forward_backward(change(model), loss_of)
 
 
-def first_step(units: int, leaves: int, change: Any = lambda model: model) -> Work:
-    state, forward_backward = driven(units, leaves, change)
-
-    def work() -> None:
-        after, _ = forward_backward(state, torch.ones(2, 4))
-        fsdp.step(after)
-
-    return work
-
-
-def memory(units: int, leaves: int) -> Work:
-    state, forward_backward = driven(units, leaves)
-    return lambda: T.step_memory(forward_backward, state, torch.ones(2, 4))
-
-
-def functionalized(units: int, leaves: int) -> Work:
-    model = Net(units * leaves, units)
-    return lambda: fsdp.functionalize(model)
-
-
-def abstract(units: int, leaves: int) -> Work:
-    params = {one.path: torch.empty(one.shape, device="meta") for one in infos(units, leaves)}
-    return lambda: fsdp.abstract_state(params, Spec({"data": 16}), fsdp.adamw(lr=1e-3))
-
-
-def sharded(units: int, leaves: int) -> Work:
-    params = {one.path: torch.ones(one.shape) for one in infos(units, leaves)}
-    return lambda: fsdp.shard(params, spec(), fsdp.adamw(lr=1e-3))
-
-
-def initialised(units: int, leaves: int) -> Work:
-    return lambda: fsdp.init(lambda: Net(units * leaves, units), spec(), fsdp.adamw(lr=1e-3))
+def first_step(state: fsdp.State, forward_backward: Any) -> object:
+    return fsdp.step(forward_backward(state, torch.ones(2, 4))[0])
 
 
 def folder() -> Path:
@@ -262,62 +234,39 @@ def root(tmp_path: Path) -> Iterator[None]:
     ROOT.clear()
 
 
-def saved(units: int, leaves: int) -> Work:
-    state, path = state_of(units, leaves), folder()
-    return lambda: fsdp.save(state, path / "saved")
+def saved(units: int, leaves: int) -> tuple[Path]:
+    return (fsdp.save(*state_of(units, leaves), folder() / "saved"),)
 
 
-def loaded(units: int, leaves: int) -> Work:
-    state, path = state_of(units, leaves), folder()
-    fsdp.save(state, path / "saved")
-    return lambda: fsdp.load(path / "saved", like=state)
+def redistributed(state: fsdp.State) -> object:
+    by_kind = lambda path: re.sub("[0-9]+", "", path)[:7]  # noqa: E731
+    return fsdp.redistribute(state, Spec(fsdp.local_mesh(), fsdp.zero1("data"), units=by_kind))
 
 
-def loaded_by_spec(units: int, leaves: int) -> Work:
-    path = folder()
-    fsdp.save(state_of(units, leaves), path / "saved")
-    return lambda: fsdp.load(path / "saved", spec(), fsdp.adamw(lr=1e-3))
-
-
-def opened(units: int, leaves: int) -> Work:
-    path = folder() / "saved"
-    fsdp.save(state_of(units, leaves), path)
-    return lambda: fsdp.open_checkpoint(path)
-
-
-def redistributed(units: int, leaves: int) -> Work:
-    state = state_of(units, leaves)
-    other = Spec(fsdp.local_mesh(), fsdp.zero1("data"), units=lambda path: re.sub("[0-9]+", "", path)[:7])
-    return lambda: fsdp.redistribute(state, other)
-
-
-def exported(units: int, leaves: int) -> Work:
-    state, path = state_of(units, leaves), folder()
-    return lambda: fsdp.save_safetensors(state, path / "saved")
-
-
-STATES: dict[str, Callable[[int, int], Work]] = {
-    "functionalize": functionalized,
-    "shard": sharded,
-    "abstract_state": abstract,
-    "init": initialised,
-    "first step": first_step,
-    "first step under remat": lambda u, n: first_step(u, n, lambda model: T.remat(model, "blocks.*")),
-    "step_memory": memory,
-    "save": saved,
-    "load": loaded,
-    "load by a spec": loaded_by_spec,
-    "open": opened,
-    "redistribute": redistributed,
-    "safetensors": exported,
-}
+STATES: dict[str, Row] = {
+    "functionalize": (lambda u, n: (Net(u * n, u),), fsdp.functionalize),
+    "shard": (params_of, lambda params: fsdp.shard(params, spec(), ADAMW)),
+    "abstract_state": (
+        lambda u, n: params_of(u, n, "meta"), lambda params: fsdp.abstract_state(params, Spec({"data": 16}), ADAMW)),
+    "init": (lambda u, n: (u, n), lambda u, n: fsdp.init(lambda: Net(u * n, u), spec(), ADAMW)),
+    "first step": (driven, first_step),
+    "first step under remat": (lambda u, n: driven(u, n, lambda model: T.remat(model, "blocks.*")), first_step),
+    "step_memory": (
+        driven, lambda state, forward_backward: T.step_memory(forward_backward, state, torch.ones(2, 4))),
+    "save": (state_of, lambda state: fsdp.save(state, folder() / "saved")),
+    "load": (lambda u, n: (*saved(u, n), *state_of(u, n)), lambda path, state: fsdp.load(path, like=state)),
+    "load by a spec": (saved, lambda path: fsdp.load(path, spec(), ADAMW)),
+    "open": (saved, fsdp.open_checkpoint),
+    "redistribute": (state_of, redistributed),
+    "safetensors": (state_of, lambda state: fsdp.save_safetensors(state, folder() / "saved")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", STATES)
 def test_states_grow_with_the_units(what: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array")
-        assert grows(STATES[what], 12, 2) <= MOST
+        assert grows(work_of(STATES[what]), 12, 2) <= MOST
 
 
 @pytest.mark.parametrize(
@@ -328,7 +277,7 @@ def test_states_grow_with_the_units(what: str) -> None:
     ],
 )  # fmt: skip
 def test_states_grow_with_the_leaves(what: str) -> None:
-    assert grows(STATES[what], 2, 30, by_leaf=True) <= MOST
+    assert grows(work_of(STATES[what]), 2, 30, by_leaf=True) <= MOST
 
 
 def bytecodes(work: Work, folder: str) -> Counter[str]:
@@ -379,4 +328,4 @@ def test_a_save_is_less_work_a_tensor_than_that_of_torchs_checkpoints() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array")
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        assert more(saved) <= 0.8 * more(theirs)
+        assert more(work_of(STATES["save"])) <= 0.8 * more(theirs)
