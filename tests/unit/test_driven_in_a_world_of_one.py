@@ -216,9 +216,7 @@ def test_in_a_later_call_too(what: str, how: str, preset: str) -> None:
     state, model = made(Net(Changes), preset)
     run = drives(how, model)
     run(state, X)
-    with pytest.raises(
-        fsdp.ScheduleError, match=r"changed (the weight 'b\.weight'|a weight \(one of .*'b\.weight'.*\)) "
-    ):
+    with pytest.raises(fsdp.ScheduleError, match=r"changed (the weight 'b\.weight'|a weight \(one .*'b\.weight'.*\)) "):
         run(state, X)
     if what == "clamp":
         with pytest.raises(fsdp.StaleStateError, match=r"changed weights in place.* they were this State's own"):
@@ -969,9 +967,7 @@ def test_buffers_without_values_are_refused(how: str) -> None:
     assert fsdp.make_layout(shapes, fsdp.Spec({"data": 8}))  # to plan needs no values
     params = dict(Rotary().named_parameters())
     state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
-    with pytest.raises(
-        fsdp.SpecError, match=r"buffer 'inv_freq' is on the meta device .* init\(lambda: Model\(config\)"
-    ):
+    with pytest.raises(fsdp.SpecError, match=r"buffer 'inv_freq' is on the meta .* init\(lambda: Model\(config\)"):
         fsdp.bind(model, params)(X) if how == "bind" else drives(how, model)(state, X)
     assert fsdp.bind(model, shapes)(X.to("meta")).is_meta
     state, model = fsdp.init(Rotary, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))

@@ -216,9 +216,7 @@ def test_a_parameter_and_a_buffer_of_one_name(tmp_path: Path) -> None:
     for what, use in uses.items():
         with pytest.raises(SpecError, match=rf"{what}: a parameter and a buffer are both called 'a\.b'"):
             use()
-    with pytest.raises(
-        fsdp.CheckpointError, match=r"a parameter and a buffer that are both called 'a\.b'\. Read it by"
-    ):
+    with pytest.raises(fsdp.CheckpointError, match=r"a parameter and a buffer .* both called 'a\.b'\. Read it by"):
         fsdp.open_checkpoint(there)
     state = fsdp.load(there, like=state)
     same(fsdp.full_params(state), {"a": {"b": full(1)}})

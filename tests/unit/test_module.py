@@ -221,9 +221,7 @@ def test_functions_that_cannot_go_on_with_the_copy_are_refused() -> None:
     assert fsdp.functionalize(Closes())  # it is nobody's but the class's
     module = Closes()
     module.kept = kept  # type: ignore[assignment]
-    with pytest.raises(
-        fsdp.TreeError, match=r"Closes\.forward\) closes over a part of the model by 'kept', and classes"
-    ):
+    with pytest.raises(fsdp.TreeError, match=r"Closes\.forward\) closes over a .* by 'kept', and classes"):
         fsdp.functionalize(module)
 
 
@@ -231,9 +229,7 @@ def test_functions_that_cannot_go_on_with_the_copy_are_refused() -> None:
 def test_hooks_on_parameters_are_refused(kind: str) -> None:
     module = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2))
     handle = getattr(module[0].weight, kind)(lambda grad: None)
-    with pytest.raises(
-        fsdp.TreeError, match=r"'0\.weight' has a hook of its own .* Spec\(trainable=\{pattern: False\}\)"
-    ):
+    with pytest.raises(fsdp.TreeError, match=r"'0\.weight' has a hook .* Spec\(trainable=\{pattern: False\}\)"):
         fsdp.functionalize(module)
     handle.remove()
     fsdp.functionalize(module)

@@ -36,9 +36,7 @@ def test_wrong_trees_and_orders_are_refused() -> None:
             call()
     with pytest.raises(fsdp.TreeError, match=r"norms: the tree has the bucket 'z'; the state has 'a', 'b'"):
         T.norms(state, other.main)
-    with pytest.raises(
-        fsdp.TreeError, match=r"norms: the tree has None for the bucket 'a'; expected \(128,\) elements"
-    ):
+    with pytest.raises(fsdp.TreeError, match=r"norms: the tree has None for the .* 'a'; expected \(128,\) elem"):
         T.norms(state, {"a": None})  # type: ignore[dict-item]
     with pytest.raises(fsdp.TreeError, match=r"norms: the tree is \{\}"):
         T.norms(state, {})

@@ -255,9 +255,7 @@ def test_parts_that_come_in_another_order_are_an_error(fate: str) -> None:
         y, z = (named(w, h), second(w, h)) if turns[0] % 2 else (second(w, h), named(w, h))
         return y.sin() + first(w, z).exp() * 3
 
-    with pytest.raises(
-        fsdp.ScheduleError, match=r"the 1th part that was called was apply, and in the forward .*<lambda>"
-    ):
+    with pytest.raises(fsdp.ScheduleError, match=r"the 1th part that was called was apply, and in .*<lambda>"):
         results(T.remat(stage))
 
 
@@ -280,9 +278,7 @@ def test_a_gradient_inside() -> None:
     right = results(partial(stage, one, plain, two))
     for fate in FATES.values():
         assert equal(results(T.remat(partial(stage, fate(one), plain, fate(two)))), right)
-        with pytest.raises(
-            fsdp.ScheduleError, match="a gradient is taken inside of what is computed again, through a part"
-        ):
+        with pytest.raises(fsdp.ScheduleError, match=r"a gradient is taken inside of .* again, through a part"):
             results(T.remat(partial(stage, one, fate(plain), two)))
 
 

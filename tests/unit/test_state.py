@@ -360,7 +360,7 @@ def test_the_base_may_be_used_again_and_drops_what_was_begun() -> None:
     reduced = fsdp.reduce(middle, tree(100.0))
     again, _ = fsdp.unshard(base)
     with pytest.raises(
-        StaleStateError, match=r"consumed by the restart of its step \(the state before the step was used again\)"
+        StaleStateError, match=r"by the restart of its step \(the state before the step was used again\)"
     ):
         fsdp.step(reduced)
     assert bits(fsdp.step(fsdp.reduce(again, tree(1.0)))) == wanted
@@ -391,9 +391,7 @@ def test_gathering_what_is_gathered_changes_nothing() -> None:
     state, again = fsdp.unshard(state, "blocks.0")
     assert again["w"] is w["w"]
     state = fsdp.release(state, "blocks.0")
-    with pytest.raises(
-        ScheduleError, match=r"release: the unit 'blocks\.0' is not gathered\. Call state, w = unshard\(state, "
-    ):
+    with pytest.raises(ScheduleError, match=r"release: the unit 'blocks\.0' is not gathered\. .* unshard\(state, "):
         fsdp.release(state, "blocks.0")
 
 
@@ -513,9 +511,7 @@ def test_gradients_that_do_not_fit(grads: Any, unit: str | None, text: str, begu
 
 def test_a_step_with_no_gradients() -> None:
     base = begin()
-    with pytest.raises(
-        ScheduleError, match=r"step: this state has no gradients\. Call state = reduce\(state, grads\) first\."
-    ):
+    with pytest.raises(ScheduleError, match=r"step: this state has no gradients\. .* reduce\(state, grads\) first\."):
         fsdp.step(base)
     with pytest.raises(ScheduleError, match=r"finish_reductions: this state has no gradients"):
         fsdp.finish_reductions(base)
@@ -530,9 +526,7 @@ def test_a_step_without_an_optimizer() -> None:
     assert base.opt == {}
     state = fsdp.reduce(base, tree(1.0))
     assert fsdp.local_shards(state, "grads")["wte"].tolist() == [2.0] * 15
-    with pytest.raises(
-        ScheduleError, match=r"step: this state has no optimizer\. Give one to shard\(params, spec, optimizer\)"
-    ):
+    with pytest.raises(ScheduleError, match=r"step: this state has no optimizer\. .* shard\(params, spec, optimizer\)"):
         fsdp.step(state)
     assert fsdp.local_shards(state, "grads")["wte"].tolist() == [2.0] * 15
 
@@ -671,18 +665,14 @@ def test_verbs_refuse_to_run_inside_a_transform(verb: str, transform: str) -> No
         "vmap": lambda: torch.vmap(loss)(torch.ones(2, 2)),
         "vjp": lambda: torch.func.vjp(loss, torch.ones(2)),
     }
-    with pytest.raises(
-        ScheduleError, match=rf"{verb} was called inside a torch\.func transform .* Call unshard before the tr"
-    ):
+    with pytest.raises(ScheduleError, match=rf"{verb} was called inside a torch\.func transform .* Call unshard be"):
         run[transform]()
     one_step(base)
 
 
 @pytest.mark.parametrize("verb", [fsdp.unshard, fsdp.step, fsdp.pmean, fsdp.reduce, fsdp.release])
 def test_the_first_argument_is_a_state(verb: Any) -> None:
-    with pytest.raises(
-        TypeError, match=rf"{verb.__name__}\(state, \.\.\.\): the first argument is a State, not dict\."
-    ):
+    with pytest.raises(TypeError, match=rf"{verb.__name__}\(state, \.\.\.\): .* argument is a State, not dict\."):
         verb({}, tree(1.0))
 
 

@@ -243,10 +243,8 @@ def test_most_of_a_model_in_one_unit_warns() -> None:
         fsdp.make_layout(tree, Spec({"data": 2}))
     assert len(caught) == 1
     assert "nothing was found that repeats in it. Divide it: Spec(units=['net.*', ...])" in str(caught[0].message)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fsdp.make_layout(tree, Spec({"data": 2}, units=["net"]))
-        fsdp.make_layout(tree, Spec({"data": 2}, units=["net.*"]))
+    fsdp.make_layout(tree, Spec({"data": 2}, units=["net"]))  # warnings are errors here
+    fsdp.make_layout(tree, Spec({"data": 2}, units=["net.*"]))
 
 
 def test_what_is_printed_says_how_units_are_found_and_which_is_the_largest() -> None:
@@ -271,9 +269,7 @@ def test_a_pattern_makes_a_unit_of_each_prefix_that_it_matches() -> None:
     "units", [["block.*"], ["blocks.*", "hed"], [("wte", "wpx")], {"a": "blocks.9"}, {"a": ["wte", "nope"]}]
 )
 def test_a_pattern_that_matches_nothing(units: Any) -> None:
-    with pytest.raises(
-        SpecError, match=r"Spec\(units\): the pattern '.*' matches nothing\. Paths look like wte\.weight, wp"
-    ):
+    with pytest.raises(SpecError, match=r"Spec\(units\): the pattern '.*' matches nothing\. .* wte\.weight, wp"):
         grouped(leaves(*GPT), units=units)
 
 
@@ -322,9 +318,7 @@ def test_a_function_names_units() -> None:
 
 
 def test_a_function_that_gives_no_name() -> None:
-    with pytest.raises(
-        SpecError, match=r"Spec\(units\): what the function gave for the leaf 'a\.w': expected the name of .* and got 3"
-    ):
+    with pytest.raises(SpecError, match=r"Spec\(units\): what the function gave for the leaf 'a\.w': .* and got 3"):
         grouped(leaves("a.w"), units=lambda path: 3)
 
 
@@ -411,9 +405,7 @@ def test_units_of_types_go_into_a_spec() -> None:
 
 
 def test_a_type_that_the_model_does_not_have() -> None:
-    with pytest.raises(
-        SpecError, match=r"units\(model, Conv2d\): the model has no such submodule\. It has Linear, Sequential\."
-    ):
+    with pytest.raises(SpecError, match=r"units\(model, Conv2d\): .* no such submodule\. It has Linear, Seq"):
         fsdp.units(nn.Sequential(nn.Linear(2, 2)), nn.Conv2d)
 
 
@@ -441,9 +433,7 @@ def test_a_leftover_that_outweighs_the_largest_unit_warns() -> None:
     ],
 )
 def test_no_warning_without_need(tree: Tree, spec: dict[str, Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert fsdp.make_layout(tree, Spec({"data": 2}, **spec)).units
+    assert fsdp.make_layout(tree, Spec({"data": 2}, **spec)).units  # warnings are errors here
 
 
 def test_a_forgotten_pattern_warns_too() -> None:
@@ -490,9 +480,8 @@ def test_leaves_tied_between_blocks() -> None:
 
 def test_a_heavy_tied_leaf_is_no_leftover() -> None:
     shared = torch.empty(1000, device="meta")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = fsdp.make_layout({"wte": shared, **leaves("blocks.0.w"), "head": shared}, Spec({"data": 2}))
+    tree = {"wte": shared, **leaves("blocks.0.w"), "head": shared}
+    found = fsdp.make_layout(tree, Spec({"data": 2}))  # warnings are errors here
     assert [unit.name for unit in found.units] == ["wte", "blocks.0"]
 
 
