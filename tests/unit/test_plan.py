@@ -484,12 +484,8 @@ def test_a_model_with_a_tied_head() -> None:
     forward = ["embed.weight", "blocks.0", "blocks.1", "embed.weight", "tail"]
     assert [use.unit for use in p.uses] == forward + forward[::-1]
     assert p.turn == 5
-    assert [(r.unit, r.use) for r in p.reductions] == [
-        ("tail", 5),
-        ("blocks.1", 7),
-        ("blocks.0", 8),
-        ("embed.weight", 9),
-    ]
+    reduced = {"tail": 5, "blocks.1": 7, "blocks.0": 8, "embed.weight": 9}
+    assert [(r.unit, r.use) for r in p.reductions] == [*reduced.items()]
 
 
 def test_what_is_used_in_the_forward_only_waits_for_frozen_units_and_in_each_microbatch() -> None:
@@ -574,14 +570,8 @@ def test_schedules_and_plans_are_values() -> None:
         ({"prefetch": -1}, r"Schedule\(prefetch\): '\*' maps to -1; expected a number of uses of at least 0"),
         ({"prefetch": {"u0": 1.5}}, r"Schedule\(prefetch\): 'u0' maps to 1.5; expected a number"),
         ({"prefetch": True}, r"Schedule\(prefetch\): '\*' maps to True"),
-        (
-            {"keep": "u0"},
-            r"'frozen', a set of units, or a number of bytes \(an int, at least 0\). One unit is \{'u0'\}",
-        ),
-        (
-            {"keep": 2e9},
-            r"Schedule\(keep=2000000000.0\): expected None, 'all', 'frozen', a set of units, or a number of bytes",
-        ),
+        ({"keep": "u0"}, r"'frozen', a set .*, or a number of bytes \(an int, at least 0\). One unit is \{'u0'\}"),
+        ({"keep": 2e9}, r"keep=2000000000.0\): expected None, 'all', 'frozen', a set of units, or a number of bytes"),
         ({"keep": [1]}, r"Schedule\(keep=\[1\]\): expected None"),
         ({"keep": True}, r"keep=True\): expected None"),
         ({"keep": -5}, r"keep=-5\): expected None, .* or a number of bytes \(an int, at least 0\)"),
@@ -594,22 +584,14 @@ def test_a_schedule_says_what_is_wrong_with_it(arguments: dict[str, Any], text: 
 
 def test_a_schedule_in_words() -> None:
     order = ("u0", ("u1", "u0"))
-    assert [
-        str(s)
-        for s in (
-            Schedule(),
-            Schedule("recorded", prefetch=2, keep="all"),
-            Schedule(order, {"u0": 0, "*": 2}, keep=()),
-            Schedule(keep=["b", "a"], debug=True),
-            Schedule(keep=3 << 20),
-        )
-    ] == [
-        "forward, then backward; prefetch 1",
-        "order recorded in the first step; prefetch 2; keeps everything",
-        "2 uses in order; prefetch u0: 0, *: 2; keeps nothing",
-        "forward, then backward; prefetch 1; keeps a, b; debug",
-        "forward, then backward; prefetch 1; keeps 3.0 MiB more",
-    ]
+    words = {
+        Schedule(): "forward, then backward; prefetch 1",
+        Schedule("recorded", prefetch=2, keep="all"): "order recorded in the first step; prefetch 2; keeps everything",
+        Schedule(order, {"u0": 0, "*": 2}, keep=()): "2 uses in order; prefetch u0: 0, *: 2; keeps nothing",
+        Schedule(keep=["b", "a"], debug=True): "forward, then backward; prefetch 1; keeps a, b; debug",
+        Schedule(keep=3 << 20): "forward, then backward; prefetch 1; keeps 3.0 MiB more",
+    }
+    assert {schedule: str(schedule) for schedule in words} == words
 
 
 @pytest.mark.parametrize(
@@ -617,7 +599,7 @@ def test_a_schedule_in_words() -> None:
     [
         (
             Schedule(("u0", ("u1", "head"))),
-            r"Schedule\(order\): 'head' is not a unit .* Its 5 units are 'u0', 'u1', 'u2', 'u3', ...",
+            r"\(order\): 'head' is not a unit .* 5 units are 'u0', 'u1', 'u2', 'u3', ...",
         ),
         (Schedule(keep=["blocks.*"]), r"Schedule\(keep\): 'blocks.\*' matches no unit .* or leave keep out"),
         (Schedule(prefetch={"x": 2}), r"Schedule\(prefetch\): 'x' matches no unit"),
@@ -698,13 +680,8 @@ def test_a_slow_rank_keeps_the_others_waiting() -> None:
 
 def test_the_timeline_is_drawn(tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
-    fsdp.timeline(
-        make_plan(stack([1, 2]), Schedule((("u0", "u1"), "u0"))),
-        tmp_path / "group.png",
-        gather=1e3,
-        reduce=1e3,
-        compute=1.0,
-    )
+    group = make_plan(stack([1, 2]), Schedule((("u0", "u1"), "u0")))
+    fsdp.timeline(group, tmp_path / "group.png", gather=1e3, reduce=1e3, compute=1.0)
     p = make_plan(hybrid(), Schedule(prefetch=2, keep=2_000_000_000))
     seconds = {u.name: 1e-3 + u.nbytes / 4e11 for u in p.units}
     timeline = fsdp.timeline(p, tmp_path / "plan.png", gather=300e9, reduce=200e9, compute=seconds)
