@@ -406,7 +406,7 @@ def test_a_release_that_was_refused_consumes_nothing() -> None:
 @pytest.mark.parametrize("name", ["blocks.2", "nope", 3])
 def test_a_unit_that_does_not_exist(verb: str, name: Any) -> None:
     base = begin()
-    given = ({}, name) if verb == "reduce" else ([name],)
+    given: Any = ({}, name) if verb == "reduce" else ([name],)
     with pytest.raises(ScheduleError) as caught:
         getattr(fsdp, verb)(base, *given)
     assert f"{verb}: there is no unit {name!r}. The units are 'wte', 'blocks.0', 'blocks.1'." in str(caught.value)
