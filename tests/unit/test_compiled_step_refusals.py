@@ -23,14 +23,6 @@ def right(state: fsdp.State, x: torch.Tensor) -> fsdp.State:
     return fsdp.step(fsdp.reduce(state, torch.func.grad(lambda p: (p["a.w"] * x).sum() + p["b.w"].sum())(p)))
 
 
-def unknown_unit(state: fsdp.State, x: torch.Tensor) -> fsdp.State:
-    return fsdp.unshard(state, "nothing")[0]
-
-
-def not_gathered(state: fsdp.State, x: torch.Tensor) -> fsdp.State:
-    return fsdp.release(state, "a")
-
-
 def wrong_shape(state: fsdp.State, x: torch.Tensor) -> fsdp.State:
     state, w = fsdp.unshard(state, "a")
     return fsdp.reduce(state, {"w": w["w"][:1]}, "a")
@@ -41,19 +33,7 @@ def a_key_too_many(state: fsdp.State, x: torch.Tensor) -> fsdp.State:
     return fsdp.reduce(state, {"w": w["w"], "v": x}, "a")
 
 
-def no_gradients(state: fsdp.State, x: torch.Tensor) -> fsdp.State:
-    return fsdp.step(fsdp.unshard(state)[0])
-
-
-def inside_grad(state: fsdp.State, x: torch.Tensor) -> Any:
-    return torch.func.grad(lambda x: fsdp.unshard(state)[1]["a.w"].sum() * x.sum())(x)
-
-
 PRODUCT = T.hvp({"a": lambda w, h, x: x, "b": lambda w, h, x: h})
-
-
-def driven(state: fsdp.State, x: torch.Tensor) -> Any:
-    return PRODUCT(state, state.main, x)
 
 
 HOW: dict[str, Callable[[Any], Any]] = {
@@ -62,14 +42,21 @@ HOW: dict[str, Callable[[Any], Any]] = {
     "plain": lambda step: torch.compile(step, backend="aot_eager"),
 }
 CASES: dict[str, tuple[Any, type[Exception], str]] = {
-    "unknown unit": (unknown_unit, fsdp.ScheduleError, "unshard: there is no unit 'nothing'"),
-    "not gathered": (not_gathered, fsdp.ScheduleError, "release: the unit 'a' is not gathered"),
+    "unknown unit": (
+        lambda state, x: fsdp.unshard(state, "nothing")[0], fsdp.ScheduleError,
+        "unshard: there is no unit 'nothing'"),
+    "not gathered": (
+        lambda state, x: fsdp.release(state, "a"), fsdp.ScheduleError, "release: the unit 'a' is not gathered"),
     "wrong shape": (wrong_shape, fsdp.TreeError, r"the gradient of 'w' has shape \(1,\)"),
     "a key too many": (a_key_too_many, fsdp.TreeError, r"reduce\(state, grads, 'a'\): .* with the keys \('w',\)"),
-    "no gradients": (no_gradients, fsdp.ScheduleError, "step: this state has no gradients"),
-    "inside grad": (inside_grad, fsdp.ScheduleError, r"unshard was called inside a torch\.func transform"),
-    "driven": (driven, fsdp.ScheduleError, "hvp drives the schedule from Python"),
-}
+    "no gradients": (
+        lambda state, x: fsdp.step(fsdp.unshard(state)[0]), fsdp.ScheduleError, "step: this state has no gradients"),
+    "inside grad": (
+        lambda state, x: torch.func.grad(lambda x: fsdp.unshard(state)[1]["a.w"].sum() * x.sum())(x),
+        fsdp.ScheduleError, r"unshard was called inside a torch\.func transform"),
+    "driven": (
+        lambda state, x: PRODUCT(state, state.main, x), fsdp.ScheduleError, "hvp drives the schedule from Python"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("case", "how"), each(CASES, HOW))
