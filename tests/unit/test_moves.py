@@ -53,11 +53,12 @@ def test_random_programs(block: int, lane: LateLane) -> None:
     assert lane.copies > 200
 
 
-def blocks(offload: Any) -> Any:
-    def block(w: Any, h: torch.Tensor) -> torch.Tensor:
-        return h + offload((h @ w["up"]).relu() @ w["down"])
-
-    return block
+def call(buffers: extend.HostBuffers) -> tuple[MoveGroup, Any]:
+    """A call that packs a tensor, and is over."""
+    group = MoveGroup(buffers, CPU, set())
+    packed = group.pack(torch.randn(40, WIDTH))
+    group.end()
+    return group, packed
 
 
 def test_a_chain_of_stages_gives_memory_back_after_its_copies(lane: LateLane) -> None:
@@ -114,11 +115,7 @@ def test_memory_goes_back_to_the_stream_that_has_it(lane: LateLane) -> None:
 
 def test_each_stream_that_reads_waits_for_itself(lane: LateLane) -> None:
     buffers = extend.HostBuffers()
-    first, second = (MoveGroup(buffers, CPU, set()) for _ in range(2))
-    packed = first.pack(torch.randn(40, WIDTH))
-    first.end()
-    other = second.pack(torch.randn(40, WIDTH))
-    second.end()
+    (_, packed), other = call(buffers), call(buffers)
     MoveGroup.unpack(packed)
     assert not lane.lent
     back = lane.marks
@@ -133,11 +130,7 @@ def test_each_stream_that_reads_waits_for_itself(lane: LateLane) -> None:
 def test_what_is_dropped_on_its_way_back_waits_on_its_own_stream(lane: LateLane) -> None:
     """The garbage collector comes on any stream."""
     buffers = extend.HostBuffers()
-    groups = [MoveGroup(buffers, CPU, set()) for _ in range(3)]
-    packed = []
-    for group in groups:
-        packed.append(group.pack(torch.randn(40, WIDTH)))
-        group.end()
+    groups, packed = map(list, zip(*(call(buffers) for _ in range(3)), strict=True))
     MoveGroup.unpack(packed[1])  # the first begins to come
     assert lane.left
     lane.waited.clear()
@@ -147,6 +140,7 @@ def test_what_is_dropped_on_its_way_back_waits_on_its_own_stream(lane: LateLane)
     assert not lane.left
     packed.clear()
     assert len(buffers.free) == buffers.made
+    assert len(groups) == 3  # they live on
 
 
 # ---------------------------------------------------------------- where a driver says how far a pass is
@@ -256,15 +250,11 @@ def test_a_pass_in_which_another_one_began_says_nothing(lane: LateLane) -> None:
         for use in range(1, N + 1):
             if CPU in USES:
                 USES[CPU].used(student, use, 0, 0)
-            group = MoveGroup(buffers, CPU, set())
-            packed.append((group, group.pack(torch.randn(40, WIDTH))))
-            group.end()
-            most = max(most, len(group.order._taken()))
+            packed.append(call(buffers))
+            most = max(most, len(packed[-1][0].order._taken()))
         USES[CPU].used(teacher, 1, 0, 0)
         USES[CPU].used(teacher, 0, 0, 0)
-        late = MoveGroup(buffers, CPU, set())
-        packed.append((late, late.pack(torch.randn(40, WIDTH))))
-        late.end()
+        packed.append(call(buffers))
         for i, (_, one) in enumerate(reversed(packed)):
             USES[CPU].used(student, N, i + 1, 0)
             MoveGroup.unpack(one)
@@ -280,16 +270,11 @@ def test_by_hand_after_a_driven_pass_that_was_stopped_memory_is_given_back(lane:
     USES[CPU].used(driver, 0, 0, 0)  # it has raised
     packed = []
     for _ in range(30):
-        group = MoveGroup(buffers, CPU, set())
-        packed.append((group, group.pack(torch.randn(40, WIDTH))))
-        group.end()
-        assert len(group.order._taken()) == 1
-    del group
+        packed.append(call(buffers))
+        assert len(packed[-1][0].order._taken()) == 1
     packed.clear()
-    last = MoveGroup(buffers, CPU, set())
-    packed.append((last, last.pack(torch.randn(40, WIDTH))))
-    last.end()
-    assert len(last.order.moved) == 1
+    packed.append(call(buffers))
+    assert len(packed[0][0].order.moved) == 1
 
 
 @pytest.mark.parametrize("moved", [{*range(1, N + 1)}, {*range(2, N)}], ids=["all", "all but the ends"])
