@@ -297,7 +297,7 @@ def test_rates_over_numbers_of_ranks_as_a_table_and_back(tmp_path: Path) -> None
 
 @pytest.mark.large
 def test_the_same_benchmark_on_one_rank_and_two(tmp_path: Path) -> None:
-    flags = ("--ranks", "2,1", "--chart", tmp_path / "chart.png", "--", *SHORT[2:])
+    flags = ["--ranks", "2,1", "--chart", str(tmp_path / "chart.png"), "--", *SHORT[2:]]
     done = command(sys.executable, EXAMPLES / "benchmark_scaling.py", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
