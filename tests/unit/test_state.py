@@ -386,20 +386,15 @@ def test_released_bytes_are_poisoned_and_come_back_to_the_same_tensors() -> None
     assert torch.equal(w["w"], tree()["blocks"][0]["w"].double())
 
 
-def test_gathering_what_is_gathered_changes_nothing() -> None:
+def test_gathering_what_is_gathered_and_a_release_that_is_refused_change_nothing() -> None:
     state, w = fsdp.unshard(begin(precision=Precision(compute=torch.float64)), "blocks.0")
     state, again = fsdp.unshard(state, "blocks.0")
     assert again["w"] is w["w"]
-    state = fsdp.release(state, "blocks.0")
-    with pytest.raises(ScheduleError, match=r"release: the unit 'blocks\.0' is not gathered\. .* unshard\(state, "):
-        fsdp.release(state, "blocks.0")
-
-
-def test_a_release_that_was_refused_consumes_nothing() -> None:
-    state, _ = fsdp.unshard(begin(), "blocks.0")
     with pytest.raises(ScheduleError, match="is not gathered"):
         fsdp.release(state, ["blocks.0", "blocks.1"])
     state = fsdp.release(state, "blocks.0")
+    with pytest.raises(ScheduleError, match=r"release: the unit 'blocks\.0' is not gathered\. .* unshard\(state, "):
+        fsdp.release(state, "blocks.0")
 
 
 @pytest.mark.parametrize("verb", ["unshard", "release", "reduce"])
