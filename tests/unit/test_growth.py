@@ -20,7 +20,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from benchmark_scale import Net, loss_of
 from support.golden import TREES, line_of
-from support.tables import FULL
 
 import functional_fsdp as fsdp
 import functional_fsdp.transforms as T
@@ -41,9 +40,8 @@ Row = tuple[Callable[[int, int], tuple[Any, ...]], Callable[..., object]]
 def test_what_is_planned_for_random_trees_is_what_it_was() -> None:
     _, *lines = GOLDEN.read_text().splitlines()
     assert len(lines) == TREES
-    some = range(0, TREES, 1 if FULL else 3)
-    found, wanted = [line_of(tree) for tree in some], [lines[tree] for tree in some]
-    assert found == wanted, "python tests/support/golden.py > tests/unit/golden.txt, if the change is meant"
+    found = [line_of(tree) for tree in range(TREES)]
+    assert found == lines, "python tests/support/golden.py > tests/unit/golden.txt, if the change is meant"
 
 
 # -------------------------------------------------------------------------------- counting
