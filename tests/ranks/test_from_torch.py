@@ -307,6 +307,19 @@ class AdamOnGPUs(Counting):
     """Its Python numbers are beside a GPU here, for all that the package knows."""
 
 
+@pytest.mark.parametrize("options", [{}, {"by": "leaf"}])
+def test_rates_that_are_tensors_stay_those_of_their_labels(options: dict[str, Any]) -> None:
+    params = {"body": torch.ones(4), "head": torch.ones(4)}
+    rates = {"head": torch.tensor(1.0), "default": torch.tensor(0.25)}
+    optimizer = fsdp.from_torch(torch.optim.SGD, lr=rates, **options)
+    state = fsdp.shard(params, Spec(fsdp.local_mesh(), labels={"head": "head"}), optimizer)
+    for count in (1, 2):
+        state = fsdp.step(fsdp.reduce(state, {"body": torch.ones(4), "head": torch.ones(4)}))
+        found = fsdp.full_params(state)
+        assert found["body"].tolist() == [1 - 0.25 * count] * 4
+        assert found["head"].tolist() == [1.0 - count] * 4
+
+
 def test_numbers_on_the_host_are_staged_and_no_graph_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove, "lies_on_host", lambda tensor: False)
     optimizer: Any = fsdp.from_torch(AdamOnGPUs, lr={"bias": lambda count: 0.1, "default": 0.1})

@@ -445,6 +445,17 @@ def test_gradients_are_not_changed() -> None:
     assert all((g == 1).all() for g in pytree.tree_leaves(grads))
 
 
+def test_a_vector_that_the_given_weights_are_views_of_is_not_changed() -> None:
+    module = torch.nn.Linear(3, 2)
+    kept = torch.zeros(8)
+    torch.nn.utils.vector_to_parameters(kept, module.parameters())
+    params, _ = fsdp.functionalize(module)
+    state = fsdp.shard(params, Spec(fsdp.local_mesh()), fsdp.sgd(lr=1.0))
+    after = fsdp.step(fsdp.reduce(state, pytree.tree_map(torch.ones_like, params)))
+    assert all((w == -1).all() for w in fsdp.full_params(after).values())
+    assert not kept.count_nonzero()
+
+
 def test_gradients_of_frozen_leaves_are_ignored() -> None:
     state = begin(fsdp.sgd(lr=1.0), trainable={"blocks.0": False})
     grads = tree(1.0)
