@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -520,6 +520,20 @@ def test_the_row_of_a_padding_index_gets_no_gradient_from_lookups() -> None:
     called = lambda w: [of_tokens(partial(torch.func.functional_call, module, w), row[None]) for row in tokens]  # noqa: E731
     alone = torch.func.jvp(called, (at,), (at,))[1]
     assert (slope - torch.stack(alone).sum()).abs() < 1e-9
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "circular"])
+def test_each_sample_is_padded_as_its_convolution_says(mode: Literal["zeros", "reflect", "circular"]) -> None:
+    torch.manual_seed(0)
+    module = nn.Conv1d(2, 3, 3, padding=1, padding_mode=mode).double()
+    x, want = torch.randn(4, 2, 5, dtype=torch.float64), []
+    for one in x.split(1):
+        grads = torch.autograd.grad(module(one).sin().sum(), list(module.parameters()))
+        want.append(torch.cat([g.flatten() for g in grads]).norm())
+    params, model = fsdp.functionalize(module)
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()))
+    _, (_, norms) = T.per_sample_norms(model, lambda m, x: m(x).sin().sum())(state, x)
+    torch.testing.assert_close(norms, torch.stack(want), rtol=1e-10, atol=0)
 
 
 class Reads(nn.Module):
