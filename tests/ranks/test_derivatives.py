@@ -493,6 +493,12 @@ def _doubled(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
     return 2 * ctx.saved_tensors[0] * grad
 
 
+@torch.library.custom_op("tests::signs", mutates_args=())
+def signs(x: torch.Tensor) -> torch.Tensor:
+    """Whole numbers, which have no derivative."""
+    return x.sign().long()
+
+
 square.register_autograd(_doubled, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
@@ -510,7 +516,7 @@ class Square(torch.autograd.Function):
 def test_tangents_of_an_operator_of_torch_library_take_a_function_around_it() -> None:
     """Without it torch loses them, and jvp refuses the operator, unless what it is given stands still."""
     x, slopes = numbers(3, WIDTH, seed=1), []
-    for fn in (torch.square, Square.apply, lambda h: h.square() + square(h.detach())):
+    for fn in (torch.square, Square.apply, lambda h: h.square() + square(h.detach()), lambda h: h.square() + signs(h)):
         torch.manual_seed(0)
         state, model = start(Then(fn))
         along = T.jvp(model)

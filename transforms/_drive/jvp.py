@@ -234,7 +234,9 @@ class Operators(TorchFunctionMode):
             return out
         self.found = True
         by_rule = not torch_private.forward_ad._is_fwd_grad_enabled()  # of an autograd.Function around it
-        if not by_rule and self.moves((args, kwargs)) and not self.moves(out):
+        numbers = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        indices = bool(numbers) and not any(t.is_floating_point() for t in numbers)  # these have no derivative
+        if not (by_rule or indices) and self.moves((args, kwargs)) and not self.moves(numbers):
             raise ScheduleError(
                 f"T.jvp, T.hvp: the operator {str(func)!r} has no forward-mode derivative, and what it is given moves "
                 "with the weights: torch would take what it gives to stand still. Call it in the forward of a "
