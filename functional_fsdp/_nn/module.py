@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -346,10 +346,11 @@ class Bound:
         module = self._module
         if name in module._modules:
             return self._child(name)
-        of_class = _of_class(type(module), name)
+        of_class = getattr(type(module), name, None)  # not by vars(): after a dict was changed Dynamo refuses that
         if isinstance(of_class, property):
             return self._lend(of_class.fget, (), {})
-        if isinstance(of_class, FunctionType) and of_class is not _of_class(nn.Module, name):
+        own = isinstance(of_class, FunctionType) and of_class is not getattr(nn.Module, name, None)
+        if own and isinstance(getattr(module, name), MethodType):  # else it is static
             return lambda *args, **kwargs: self._lend(of_class, args, kwargs)
         return getattr(module, name)
 
@@ -408,10 +409,6 @@ class Bound:
 
     def __repr__(self) -> str:
         return f"Bound({self._module!r})"
-
-
-def _of_class(cls: type, name: str) -> Any:
-    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
 
 
 def bind(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Bound:

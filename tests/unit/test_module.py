@@ -856,7 +856,7 @@ def test_functional_call_with_a_part_of_the_weights_does_not_pass_silently() -> 
         torch.func.functional_call(skeleton, dict[str, torch.Tensor](params), (IDS,))
 
 
-@pytest.mark.parametrize("what", ["forward", "method", "part"])
+@pytest.mark.parametrize("what", ["forward", "method", "part", "methods", "static"])
 def test_compiled_functions_may_bind(what: str) -> None:
     torch._dynamo.reset()
     params, skeleton = fsdp.functionalize(model())
@@ -864,6 +864,8 @@ def test_compiled_functions_may_bind(what: str) -> None:
         "forward": lambda p, ids: fsdp.bind(skeleton, p)(ids),
         "method": lambda p, ids: fsdp.bind(skeleton, p).loss(ids),
         "part": lambda p, ids: fsdp.bind(skeleton, p).norm(fsdp.bind(skeleton, p).encode(ids)),
+        "methods": lambda p, ids: [fsdp.bind(skeleton, p).loss(ids) for _ in range(2)],
+        "static": lambda p, ids: fsdp.bind(skeleton, p).loss(ids) / fsdp.bind(skeleton, p).count(ids),
     }
     compiled = torch.compile(functions[what], backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(params, IDS), functions[what](params, IDS))
