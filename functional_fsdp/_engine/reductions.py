@@ -139,7 +139,7 @@ class StagedReduction:
         self.own = [(memory.untyped_storage(), memory.numel()) for memory in own]
         self.buckets = buckets
         self.single = len(buckets) == 1
-        self.room = reductions_at_once((way for one in buckets for way in one.ways.values()), span is not None)
+        self.room = reductions_at_once((one.ways for one in buckets), span is not None)
         self.span = span
         self.values: Values | None = None  # what is being copied here
         self.age = 0  # how many units were asked for since

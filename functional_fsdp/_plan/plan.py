@@ -1018,7 +1018,9 @@ def staging_slots(layout: Layout, here: Coordinate, average: str, traits: Traits
     return 1 if kept and all(way.ends == "reduce" for both in ways for way in both.values()) else REDUCTIONS_AT_ONCE
 
 
-def reductions_at_once(ways: Iterable[Route], stays: bool) -> int:
-    """How many reductions have staging at once on GPUs, the newest of which goes these ways: compute waits for those
-    before them. One, where staging comes and goes and nothing of a reduction travels beside the next; else two."""
-    return 1 if not stays and all(len(way.collectives) <= 1 for way in ways) else REDUCTIONS_AT_ONCE
+def reductions_at_once(ways: Iterable[Mapping[bool, Route]], stays: bool) -> int:
+    """How many reductions have staging at once on GPUs: compute waits for those before them. One, where staging comes
+    and goes and nothing of a reduction travels beside the next; else two. `ways`: `Records.reduce` of each bucket of
+    the newest one."""
+    single = all(len(way.collectives) <= 1 for both in ways for way in both.values())
+    return 1 if single and not stays else REDUCTIONS_AT_ONCE

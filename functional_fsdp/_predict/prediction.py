@@ -153,7 +153,7 @@ class Traffic:
         """How many reductions have staging at once where this unit's is the newest."""
         buckets = [b for b in self.layout.by_name[unit].buckets if b.trainable]
         stays = self.spec.transport.stays and math.prod(self.axes.values()) > 1
-        return reductions_at_once((way for b in buckets for way in self.records(b).reduce.values()), stays)
+        return reductions_at_once((self.records(bucket).reduce for bucket in buckets), stays)
 
     @cached_property
     def refresh(self) -> Transfer:

@@ -185,8 +185,8 @@ def find_peak(
     def room(unit: str) -> int:
         """Reductions that are in staging where this unit's is the newest; it is the same for all ranks."""
         buckets = [bucket for bucket in layout.by_name[unit].buckets if bucket.trainable] if unit else []
-        ways = [records(b, tuple((axis, 0) for axis in b.placement.data), "mean", Traits()).reduce for b in buckets]
-        return reductions_at_once((way for both in ways for way in both.values()), keeps_memory or not gpu)
+        ways = (records(b, tuple((axis, 0) for axis in b.placement.data), "mean", Traits()).reduce for b in buckets)
+        return reductions_at_once(ways, keeps_memory or not gpu)
 
     comes_and_goes = gpu and not keeps_memory and plan.rule == "two sides"
     live = _live_bytes(plan)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.presets import PRESETS
-from support.problems import mesh_and_placement
+from support.problems import largest, mesh_and_placement
 from support.ranks import each_rank, launch
 from support.tables import FULL
 from support.torch_optimizers import ByParameter
@@ -95,10 +95,6 @@ def plainly(cls: Any, steps: int = STEPS, by_label: Any = None, **options: Any) 
 
 def alone(optimizer: Any, labels: Any = None) -> fsdp.State:
     return fsdp.shard(tree(0), Spec(fsdp.local_mesh(), labels=labels or {}), optimizer)
-
-
-def far(found: Tree, wanted: Tree) -> float:
-    return max(float((p - found[name]).abs().max()) for name, p in wanted.items() if p.numel())
 
 
 def spec(preset: str, units: Any = ("a", ("b", "norm", "scale"))) -> Spec:
@@ -701,9 +697,9 @@ def test_a_class_that_couples_leaves_has_all_of_them_on_each_rank(by: Any, late:
                 state = moved_on(state, tmp_path / cls.__name__, optimizer)
             state = fsdp.step(fsdp.reduce(state, given(step)))
         wanted = by_torch(cls(params.values()), params, [given(step) for step in range(10)])
-        moved = far(doubles, wanted)
+        moved = largest(doubles, wanted)
         assert moved >= 1e-2
-        assert far(fsdp.full_params(state), wanted) <= 1e-12 * moved, cls
+        assert largest(fsdp.full_params(state), wanted) <= 1e-12 * moved, cls
 
 
 def test_leaves_that_couple_where_one_has_no_gradient() -> None:
@@ -743,7 +739,7 @@ def test_what_begins_as_the_rate_begins_as_that_of_a_leafs_first_step(cls: Any) 
         state = fsdp.step(fsdp.reduce(state, one))
     plain = parameters(leaves)
     wanted = by_torch(cls(plain.values(), lr=0.1), plain, grads, rate=lambda step: 0.1 + 0.05 * step)
-    assert far(fsdp.full_params(state), wanted) < 1e-12
+    assert largest(fsdp.full_params(state), wanted) < 1e-12
 
 
 @pytest.mark.parametrize("by", ["elementwise", "leaf", "all"])
@@ -994,7 +990,7 @@ def test_a_rate_that_changes_changes_groups_only(by: Any, labels: Any) -> None:
     state, params = stepped(alone(optimizer, labels), range(4)), tree(0)
     own = FromFirstRate([*params.values()], lr=0.5)
     wanted = by_torch(own, params, [tree(step + 1) for step in range(4)], rate=lambda step: 0.5 / (1 + step))
-    assert far(fsdp.full_params(state), wanted) < 1e-6
+    assert largest(fsdp.full_params(state), wanted) < 1e-6
 
 
 # ---------------------------------------------------------------- settings, skipped steps, graphs
@@ -1079,7 +1075,7 @@ def compiled(preset: str, way: str) -> float:
     assert max(state.optimizer.scout.turns.values()) >= 3  # scouts go before each compiled step, too
     assert state.optimizer is from_torch.IN_GRAPHS[state.optimizer.number]  # which outlives the State with the graph
     found = fsdp.full_params(state)
-    return far(found, wanted)
+    return largest(found, wanted)
 
 
 @pytest.mark.large  # Inductor

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.utils._pytree as pytree
 from support.presets import PRESETS
-from support.problems import mesh_and_placement
+from support.problems import largest, mesh_and_placement
 from support.ranks import each_rank
 from support.tables import marked
 
@@ -163,10 +163,6 @@ def reduced(state: fsdp.State, step: int) -> fsdp.State:
     return state
 
 
-def parting(found: Tree, wanted: Tree) -> float:
-    return max([float((found[name] - p).abs().max()) for name, p in wanted.items() if p.numel()])
-
-
 def by_ranks(rows: list[Any]) -> list[Any]:
     """(ranks, optimizer, presets) of rows with one preset each."""
     found: dict[Any, list[str]] = {}
@@ -196,7 +192,7 @@ def test_every_optimizer_leaves_alone_what_torchs_leaves_alone(
         state = fsdp.shard(tree(), spec(preset), make())
         for step, wanted in enumerate(expected):
             state = fsdp.step(reduced(state, step))
-            assert parting(fsdp.full_params(state), wanted) < 1e-9, (preset, step)
+            assert largest(fsdp.full_params(state), wanted) < 1e-9, (preset, step)
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -280,7 +276,7 @@ def test_experts_are_each_ranks_own(optimizer: str, tmp_path: Path) -> None:
                     p.grad = g / 4 if p.grad is None else p.grad + g / 4
         reference.step()
         state = fsdp.step(fsdp.reduce(state, expert_grads(step, rank)))
-        assert parting(fsdp.full_params(state), {name: p.detach() for name, p in plain.items()}) < 1e-9
+        assert largest(fsdp.full_params(state), {name: p.detach() for name, p in plain.items()}) < 1e-9
         if step == 3:
             again = fsdp.load(fsdp.save(state, tmp_path / "saved"), like=sharded())
             assert alike(state, again)
@@ -346,7 +342,7 @@ def test_experts_that_no_batch_went_through_stay_as_they_are(preset: str, second
         state, _ = forward_backward(state, *routed(step, dist.get_rank()))
         state, _ = T.clip_by_global_norm(state, 0.1)
         state = fsdp.step(state, skip=torch.tensor(step == 3))  # a step that counts for nobody
-        assert parting(fsdp.full_params(state), {n: p.detach() for n, p in plain.named_parameters()}) < 1e-9
+        assert largest(fsdp.full_params(state), {n: p.detach() for n, p in plain.named_parameters()}) < 1e-9
 
 
 def test_compiled_steps_may_be_skipped_where_a_leaf_has_no_gradient() -> None:
@@ -368,7 +364,7 @@ def test_compiled_steps_may_be_skipped_where_a_leaf_has_no_gradient() -> None:
         state = fsdp.step(state)
         assert int(state.extras["skipped"]) == 1
         found.append(fsdp.full_params(state))
-    assert parting(*found) < 1e-12
+    assert largest(*found) < 1e-12
 
 
 STAGES: Any = {

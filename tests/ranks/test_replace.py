@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.utils._pytree as pytree
 from support.driven import refused
 from support.presets import PRESETS
-from support.problems import LOOPS, Tree, batch, loss_fn, mesh_and_placement, net
+from support.problems import LOOPS, Tree, batch, largest, loss_fn, mesh_and_placement, net
 from support.ranks import each_rank
 from support.tables import marked
 
@@ -31,10 +31,6 @@ def begin(preset: str, optimizer: Any = None, **spec: Any) -> tuple[fsdp.State, 
 def bits(state: fsdp.State) -> list[Any]:
     trees = (state.main, state.weights, state.opt, state.buffers, state.count, state.rng, state.extras)
     return [t.flatten().tolist() for t in pytree.tree_leaves(trees) if isinstance(t, torch.Tensor)]
-
-
-def largest(got: Tree, want: Tree) -> float:
-    return max(((got[key] - want[key]).abs().max().item() for key in want if want[key].numel()), default=0.0)
 
 
 # ---------------------------------------------------------------- weights

@@ -710,9 +710,7 @@ def test_a_class_of_torch_that_writes_to_data_and_raises_leaves_a_state_that_say
             if calls[0] == 0:
                 raise ValueError("half-way")
 
-    state = stepped(
-        small(fsdp.from_torch(ByData, lr=0.1)), 1.0
-    )  # now the operations are known, and one small step goes before
+    state = stepped(small(fsdp.from_torch(ByData, lr=0.1)), 1.0)  # its operations are known from here on
     calls[0] = 2
     with pytest.raises(ValueError, match="half-way"):
         stepped(state, 1.0)

@@ -631,9 +631,10 @@ class Programs:
         except FsdpError:  # as the step itself would raise
             raise
         except (RuntimeError, AttributeError) as error:
-            if begun and begun[-1].driven:
+            driven = bool(begun) and begun[-1].driven
+            if driven:
                 refuse_values(error, "compile")
-            if (begun and begun[-1].driven) or isinstance(error, AttributeError):
+            if driven or isinstance(error, AttributeError):
                 raise
             warnings.warn(  # it reads a tensor's value, say: the compiler may know it
                 "compile: the step could not be searched for torch.autograd.Functions, whose backward torch.compile "
